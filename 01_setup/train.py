@@ -1,0 +1,479 @@
+"""Chapter 1: fill the wind between a satellite's swaths, on one device, with Lightning.
+
+    uv run python train.py              # about a minute on two CPU cores
+    uv run python train.py --resume     # after a kill: go on, and end at the same weights
+
+You should see a progress bar, the network's RMSE below those of three baselines, and the path of a
+picture. `train_by_hand.py` beside this file does the same without Lightning; read that one first.
+"""
+
+import argparse
+import json
+import logging
+import math
+import os
+import resource
+import sys
+import warnings
+import zlib
+from functools import lru_cache, partial
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+import xarray as xr
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from matplotlib.figure import Figure
+from scipy.interpolate import griddata
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchmetrics import MeanMetric
+
+HERE = Path(__file__).parent
+TRAIN_YEARS, VALIDATION_YEARS = slice("1982", "1990"), slice("1991", "1992")
+VALIDATION_SAMPLES, VALIDATION_SEED = 96, 1991  # not --seed: every run is judged on the same patches
+
+# Successive tracks of a polar orbiter lie 25 degrees of longitude apart, 10 cells of this grid. They
+# lean 0.22 degrees of longitude a degree of latitude, and a swath of 4 cells is 1,100 km wide.
+TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8
+
+# Every use of randomness has a stream of its own, so that adding one never shifts another.
+ORDER_STREAM, PATCH_STREAM, MODEL_STREAM = 1, 2, 3
+
+
+class InputError(Exception):
+    """Something that the user can mend: the program prints this one line and exits with code 2."""
+
+
+def open_winds(store: str, variables: list[str]) -> xr.DataArray:
+    """Read the wind components into memory, by name, whatever the file's order of dimensions.
+
+    Returns (time, component, latitude, longitude), float32, m/s, latitude from south to north.
+    Raises InputError for a file that is missing or cut short, lacks a variable, or holds NaN.
+    """
+    if not Path(store).is_file():
+        raise InputError(f"--store {store}: no such file; give the path of a NetCDF file")
+    try:
+        dataset = xr.load_dataset(store)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--store {store}: not a whole NetCDF file ({error}); copy it anew") from error
+    dims = ("time", "latitude", "longitude")
+    usable = [name for name in dataset.data_vars if set(dataset[name].dims) == set(dims)]
+    if unusable := [name for name in variables if name not in usable]:
+        names = ", ".join(usable) or f"none: it has no variable over {dims}"
+        raise InputError(f"--variables {unusable[0]}: not in {store}; choose from {names}")
+    winds = dataset[variables].to_dataarray("component").astype("float32")
+    winds = winds.transpose("time", "component", "latitude", "longitude").sortby("latitude")
+    bad = winds.isnull().any(("component", "latitude", "longitude"))
+    if bad.any():
+        first = str(winds.time[bad].values[0])[:10]
+        raise InputError(f"--store {store}: NaN at {int(bad.sum())} times, first {first}; fill them")
+    return winds
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, n_times: int) -> np.ndarray:
+    """The order in which an epoch visits the times, (n_times,): each of them once."""
+    return np.random.default_rng((ORDER_STREAM, seed, epoch)).permutation(n_times)
+
+
+def swath_mask(rng: np.random.Generator, size: int) -> np.ndarray:
+    """True where the satellite looks, (size, size): ascending or descending passes, some of them lost."""
+    row, column = np.mgrid[:size, :size]
+    across = column + rng.choice((-1, 1)) * TRACK_SLOPE * row + rng.uniform(0, TRACK_SPACING)
+    orbit, offset = np.divmod(across, TRACK_SPACING)
+    lost = rng.random(np.ptp(orbit).astype(int) + 1) < LOST_PASSES
+    return (offset < SWATH_WIDTH) & ~lost[(orbit - orbit.min()).astype(int)]
+
+
+class WindPatches(Dataset):
+    """Patches of the wind and their swaths, addressed by (step, k): sample k of global step `step`."""
+
+    def __init__(self, winds: xr.DataArray, mean, std, patch_size: int, batch_size: int, seed: int):
+        """Take winds as open_winds returns them; mean and std are (component, 1, 1), in m/s."""
+        self.values, self.times = winds.values, winds.time.values
+        self.latitude, self.longitude = winds.latitude.values, winds.longitude.values
+        self.mean, self.std, self.size = mean, std, patch_size
+        self.batch_size, self.seed = batch_size, seed
+        spacing = self.longitude[1] - self.longitude[0]
+        global_map = abs(len(self.longitude) * spacing - 360) < spacing / 2
+        self.last_column = len(self.longitude) - (1 if global_map else patch_size)  # else no seam to cross
+
+    def sample(self, step: int, k: int) -> tuple[int, int, int, np.ndarray]:
+        """Say what sample k of a step is, a pure function of (seed, step, k): there is no state to lose.
+
+        Returns (time, row, column) of the patch's first cell and the swath mask, (size, size).
+        """
+        epoch, position = divmod(step * self.batch_size + k, len(self.times))
+        time = epoch_order(self.seed, epoch, len(self.times))[position]
+        rng = np.random.default_rng((PATCH_STREAM, self.seed, step, k))
+        row = rng.integers(len(self.latitude) - self.size, endpoint=True)
+        column = rng.integers(self.last_column, endpoint=True)
+        return time, row, column, swath_mask(rng, self.size)
+
+    def cut(self, field: np.ndarray, row: int, column: int) -> np.ndarray:
+        """Cut a patch out of a field (..., latitude, longitude), across the map's seam if need be."""
+        columns = np.arange(column, column + self.size)
+        return field[..., row : row + self.size, :].take(columns, axis=-1, mode="wrap")
+
+    def __getitem__(self, index: tuple[int, int]) -> dict[str, np.ndarray]:
+        """Return input (3, H, W), target (2, H, W) and weight (1, H, W), float32.
+
+        The weight is cos(latitude) in a cell that was not seen, and zero in one that was.
+        """
+        time, row, column, seen = self.sample(*index)
+        target = (self.cut(self.values[time], row, column) - self.mean) / self.std
+        seen = seen[None].astype("float32")
+        cosine = np.cos(np.deg2rad(self.latitude[row : row + self.size, None])).clip(0)
+        weight = (cosine * (1 - seen)).astype("float32")
+        return {"input": np.concatenate([target * seen, seen]), "target": target, "weight": weight}
+
+
+class StepSampler(Sampler):
+    """The global batch of every step from `start` on, a list of (step, k): to resume, start later."""
+
+    def __init__(self, batch_size: int, start: int, max_steps: int, repeat_first: bool = False):
+        self.batch_size, self.start, self.max_steps = batch_size, start, max_steps
+        self.repeat_first = repeat_first
+
+    def __iter__(self):
+        for step in range(self.start, self.max_steps):
+            yield [(0 if self.repeat_first else step, k) for k in range(self.batch_size)]
+
+
+class TimedLoader:
+    """A DataLoader that notes, for each step, the seconds the loop waited for it and then worked on it."""
+
+    def __init__(self, loader: DataLoader, max_steps: int):
+        self.loader, self.max_steps = loader, max_steps
+        self.waits, self.works = [], []
+
+    def __len__(self) -> int:
+        return self.max_steps  # of the whole run: Lightning counts those before a resume as fetched
+
+    def __iter__(self):
+        asked = perf_counter()
+        for batch in self.loader:
+            given = perf_counter()
+            yield batch
+            back = perf_counter()
+            self.waits.append(given - asked)
+            self.works.append(back - given)
+            asked = back
+
+
+class WindData(LightningDataModule):
+    """Training and validation patches, split in time; statistics come from the training years only."""
+
+    def __init__(self, args: argparse.Namespace):
+        super().__init__()
+        self.args = args
+        winds = open_winds(args.store, args.variables)
+        rows, columns = winds.shape[2:]
+        if args.patch_size % 4 or args.patch_size > min(rows, columns):
+            raise InputError(
+                f"--patch-size {args.patch_size}: must be a multiple of 4, as the network halves it "
+                f"twice, and at most {min(rows, columns) // 4 * 4} on a grid of {rows} x {columns}"
+            )
+        training, validation = winds.sel(time=TRAIN_YEARS), winds.sel(time=VALIDATION_YEARS)
+        if 0 in (training.sizes["time"], validation.sizes["time"]):
+            raise InputError(f"--store {args.store}: must hold 1982-1990, to train, and 1991-1992")
+        over = ("time", "latitude", "longitude")
+        mean, std = (f(over).values[:, None, None] for f in (training.mean, training.std))
+        size = args.patch_size
+        self.training = WindPatches(training, mean, std, size, args.batch_size, args.seed)
+        self.validation = WindPatches(
+            validation, mean, std, size, VALIDATION_SAMPLES, VALIDATION_SEED
+        )
+
+    def train_dataloader(self) -> TimedLoader:
+        args = self.args
+        start = self.trainer.global_step  # 0, or the step of the checkpoint that is resumed
+        sampler = StepSampler(args.batch_size, start, args.max_steps, args.overfit_one_batch)
+        loader = DataLoader(self.training, batch_sampler=sampler, num_workers=args.num_workers)
+        self.timed = TimedLoader(loader, args.max_steps)
+        return self.timed
+
+    def val_dataloader(self) -> DataLoader:
+        samples = [(0, k) for k in range(VALIDATION_SAMPLES)]
+        return DataLoader(self.validation, sampler=samples, batch_size=32)
+
+
+def baselines(training: WindPatches, validation: WindPatches) -> dict[str, float]:
+    """RMSE in m/s over the unseen cells of the validation set, of three fills without a network:
+    the month's mean over the training years, the nearest seen cell, linear interpolation (Delaunay).
+    """
+    months = [patches.times.astype("datetime64[M]").astype(int) % 12 for patches in (training, validation)]
+    climatology = np.stack([training.values[months[0] == month].mean(axis=0) for month in range(12)])
+    squares, weights = np.zeros(3), 0.0
+    for k in range(VALIDATION_SAMPLES):
+        time, row, column, seen = validation.sample(0, k)
+        truth = validation.cut(validation.values[time], row, column)
+        mean = validation.cut(climatology[months[1][time]], row, column)
+        points, holes, values = np.argwhere(seen), np.argwhere(~seen), truth[:, seen].T
+        nearest = griddata(points, values, holes, method="nearest").T
+        linear = griddata(points, values, holes, method="linear").T
+        linear = np.where(np.isnan(linear), nearest, linear)  # outside the hull of the seen cells
+        weight = validation[0, k]["weight"][0, ~seen]
+        errors = np.stack([mean[:, ~seen], nearest, linear]) - truth[:, ~seen]
+        squares += (weight * errors**2).sum(axis=(1, 2))
+        weights += 2 * weight.sum()
+    names = ("climatology", "nearest neighbour", "linear interpolation")
+    return dict(zip(names, np.sqrt(squares / weights).tolist(), strict=True))
+
+
+def conv_block(channels_in: int, channels_out: int) -> nn.Sequential:
+    """Two 3x3 convolutions. GroupNorm sees one sample at a time, wherever the others are computed."""
+    layers = []
+    for channels in (channels_in, channels_out):
+        layers += [
+            nn.Conv2d(channels, channels_out, 3, padding=1, padding_mode="replicate"),
+            nn.GroupNorm(8, channels_out),
+            nn.SiLU(),
+        ]
+    return nn.Sequential(*layers)
+
+
+class UNet(nn.Module):
+    """A small U-Net, from (batch, 3, H, W) to (batch, 2, H, W), with H and W multiples of 4."""
+
+    def __init__(self, width: int = 24, dropout: float = 0.1):
+        super().__init__()
+        self.down1 = conv_block(3, width)
+        self.down2 = conv_block(width, 2 * width)
+        self.bottom = nn.Sequential(conv_block(2 * width, 4 * width), nn.Dropout2d(dropout))
+        self.up2 = conv_block(4 * width + 2 * width, 2 * width)
+        self.up1 = conv_block(2 * width + width, width)
+        self.head = nn.Conv2d(width, 2, kernel_size=1)
+        self.shrink = nn.MaxPool2d(2)
+        self.grow = nn.Upsample(scale_factor=2, mode="bilinear")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fine = self.down1(x)
+        middle = self.down2(self.shrink(fine))
+        coarse = self.bottom(self.shrink(middle))
+        middle = self.up2(torch.cat([self.grow(coarse), middle], dim=1))
+        fine = self.up1(torch.cat([self.grow(middle), fine], dim=1))
+        return self.head(fine)
+
+
+def masked_loss(prediction: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Squared error of the unseen cells, weighted by cos(latitude), over their count in the whole batch.
+
+    One count for the batch, not a mean of the samples' means: every unseen cell counts the same.
+    """
+    squares = batch["weight"] * (prediction - batch["target"]) ** 2
+    unseen = 1 - batch["input"][:, 2:]
+    return squares.sum() / (2 * unseen.sum())
+
+
+def check_finite(loss: torch.Tensor, step: int, batch: dict[str, torch.Tensor], seed: int) -> None:
+    """Stop before a NaN reaches the weights, and name the step and the sample that it came from."""
+    if not torch.isfinite(loss):
+        bad = [k for k, target in enumerate(batch["target"]) if not target.isfinite().all()]
+        cause = f"sample k={bad[0]} is not finite: mend the data" if bad else "lower --learning-rate"
+        raise InputError(f"step {step}: loss {loss.item()} in the batch of seed {seed}; {cause}")
+
+
+def learning_rate_factor(step: int, max_steps: int) -> float:
+    """Warm-up in a straight line over a tenth of the run, then a half cosine down to zero."""
+    warmup = max(1, max_steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (max_steps - warmup)))
+
+
+def model_seed(seed: int, step: int) -> int:
+    """Seed the model's own randomness from the step: a resumed run draws what the whole one drew."""
+    return int(np.random.SeedSequence((MODEL_STREAM, seed, step)).generate_state(1)[0])
+
+
+class WindFill(LightningModule):
+    """The U-Net, its loss, its optimizer and its metric: what is specific to the task, and no loop."""
+
+    def __init__(self, configuration: dict, mean: list, std: list):
+        super().__init__()
+        self.save_hyperparameters()  # into each checkpoint: load_from_checkpoint needs nothing else
+        self.configuration = configuration
+        torch.manual_seed(configuration["seed"])
+        self.model = UNet(dropout=0.0 if configuration["overfit_one_batch"] else 0.1)
+        self.register_buffer("std", torch.tensor(std))
+        self.mean_square = MeanMetric()  # sums squares and weights, over batches and later over ranks
+
+    def on_train_batch_start(self, batch, batch_idx: int) -> None:
+        torch.manual_seed(model_seed(self.configuration["seed"], self.global_step))  # for dropout
+
+    def training_step(self, batch, batch_idx: int) -> torch.Tensor:
+        loss = masked_loss(self.model(batch["input"]), batch)
+        check_finite(loss, self.global_step, batch, self.configuration["seed"])
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx: int) -> None:
+        error = self.std * (self.model(batch["input"]) - batch["target"])
+        self.mean_square.update(error**2, batch["weight"])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("rmse", self.mean_square.compute().sqrt(), prog_bar=True)
+        self.mean_square.reset()
+
+    def configure_optimizers(self) -> dict:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.configuration["learning_rate"])
+        factor = partial(learning_rate_factor, max_steps=self.configuration["max_steps"])
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def write_aside(path: Path, write) -> None:
+    """Let `write` fill another file, then rename it: a kill or a full disk never leaves half a file."""
+    aside = path.with_name(f"part-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(aside)
+        os.replace(aside, path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        aside.unlink(missing_ok=True)
+        reason = f"cannot write {path.name} ({error}); make room or choose another folder"
+        raise InputError(f"--output-dir {path.parent}: {reason}") from error
+
+
+class CheckpointIO(TorchCheckpointIO):
+    """Lightning writes a checkpoint in the system's temporary folder and moves it, which is a copy, and
+    not atomic, when that is another disk. This one writes beside its target."""
+
+    def save_checkpoint(self, checkpoint: dict, path: str, storage_options=None) -> None:
+        write_aside(Path(path), lambda aside: torch.save(checkpoint, aside))
+
+
+def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
+    """Map the truth, what was seen, what was filled in and the error; `filled` is (2, H, W) in m/s."""
+    time, row, column, seen = patches.sample(0, k)
+    truth = patches.cut(patches.values[time], row, column)
+    panels = {
+        "truth": truth,
+        "seen by the satellite": np.where(seen, truth, np.nan),
+        "filled by the network": np.where(seen, truth, filled),
+        "error of the filled wind": np.where(seen, np.nan, filled - truth),
+    }
+    y = patches.latitude[row : row + patches.size]
+    x = patches.longitude[column] + (y - y[0])  # square cells
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    for axes, (title, wind) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        colours = {"cmap": "magma_r", "vmax": 6} if "error" in title else {"cmap": "viridis", "vmax": 12}
+        mesh = axes.pcolormesh(x, y, np.hypot(*wind), vmin=0, **colours)
+        axes.quiver(x[::4], y[::4], *wind[:, ::4, ::4], color="white", scale=150)
+        axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
+        figure.colorbar(mesh, ax=axes, label="m/s")
+    figure.suptitle(f"Mean wind of {str(patches.times[time])[:7]}, a month kept from training")
+    return figure
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise InputError(message.removeprefix("argument "))
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--store", default=os.path.relpath(HERE / "data/navy_winds.nc"), help="NetCDF file of the wind")
+    add("--variables", nargs=2, default=["eastward_wind", "northward_wind"], help="u and v in the store")
+    add("--patch-size", type=int, default=64, help="cells along a side of a patch")
+    add("--batch-size", type=int, default=16, help="samples in the global batch")
+    add("--max-steps", type=int, default=160, help="optimizer steps in the whole run")
+    add("--learning-rate", type=float, default=3e-3, help="AdamW's, at the end of the warm-up")
+    add("--validate-every", type=int, default=40, help="steps between validations")
+    add("--checkpoint-every", type=int, default=40, help="steps between checkpoints")
+    add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
+    add("--num-workers", type=int, default=0, help="processes that prepare batches; 0: this one")
+    add("--seed", type=int, default=0, help="decides weights, order, patches, swaths and dropout")
+    add("--output-dir", default=os.path.relpath(HERE / "outputs"), help="folder for the run's files")
+    add("--resume", nargs="?", const="last", metavar="CKPT", help="go on from OUTPUT_DIR/last.ckpt or CKPT")
+    add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
+    args = parser.parse_args(argv)
+    least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 4}
+    for name, value in (least | {"learning_rate": 0, "num_workers": 0, "seed": 0}).items():
+        if not getattr(args, name) >= value:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} {getattr(args, name)}: too small; give at least {value}")
+    if args.accelerator == "gpu" and not torch.accelerator.is_available():
+        raise InputError("--accelerator gpu: this machine has none; give auto or cpu")
+    if args.resume == "last":
+        args.resume = str(Path(args.output_dir, "last.ckpt"))
+    return args
+
+
+def check_resume(path: str, configuration: dict) -> None:
+    """Raise InputError unless the checkpoint is whole and was trained with this configuration."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)["hyper_parameters"]["configuration"]
+    except FileNotFoundError:
+        raise InputError(f"--resume {path}: no such file; to start anew, leave --resume out") from None
+    except Exception as error:  # a torn file raises one of many types
+        raise InputError(f"--resume {path}: not a whole checkpoint of train.py ({error!r})") from error
+    for name, value in configuration.items():
+        if saved.get(name) != value:
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise InputError(f"{flag}: {path} has {saved.get(name)}; give that, or leave --resume out")
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Train, judge and draw; return the headline figures (RMSE in m/s)."""
+    began = perf_counter()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")  # folders that exist, few workers
+    args = parse_arguments(argv)
+    data = WindData(args)
+    names = ("variables", "patch_size", "batch_size", "max_steps", "learning_rate", "seed")
+    configuration = {name: getattr(args, name) for name in (*names, "overfit_one_batch")}
+    configuration["store"] = f"crc32 {zlib.crc32(data.training.values.tobytes()):08x}"
+    version = f"resumed_at_{check_resume(args.resume, configuration)}" if args.resume else ""
+    folder = Path(args.output_dir)
+    record = json.dumps(configuration, indent=2)
+    write_aside(folder / "configuration.json", lambda path: path.write_text(record))
+
+    model = WindFill(configuration, data.training.mean.tolist(), data.training.std.tolist())
+    trainer = Trainer(
+        accelerator=args.accelerator,
+        devices=1,
+        max_epochs=1,  # StepSampler's only epoch is the whole run
+        max_steps=args.max_steps,
+        val_check_interval=args.validate_every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        logger=CSVLogger(folder, "", version, flush_logs_every_n_steps=args.checkpoint_every),
+        callbacks=[
+            ModelCheckpoint(
+                folder, "last", every_n_train_steps=args.checkpoint_every, enable_version_counter=False
+            ),
+            LearningRateMonitor(),
+        ],
+        plugins=[CheckpointIO()],
+    )
+    trainer.fit(model, data, ckpt_path=args.resume)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    rmse = trainer.validate(model, data, verbose=False)[0]["rmse"]
+    with torch.no_grad():
+        first = torch.from_numpy(data.validation[0, 0]["input"])[None].to(model.device)
+        filled = model.model.eval()(first)[0].cpu().numpy() * data.validation.std + data.validation.mean
+    write_aside(folder / "fill.png", draw_fill(data.validation, 0, filled).savefig)
+
+    figures = {"steps": args.max_steps, "rmse": rmse, "loss": ..., }
+    return figures
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,440 @@
+"""What keeps text, code, figures and notebooks together. No chapter needs this file.
+
+A README.md imports it in its cog blocks, which are run from the repository's root, and the tests
+import it. Relative paths are taken from the root, wherever the caller stands.
+
+    uv run python tests/book.py notebooks [PATH ...]    # execute notebooks and save them in place
+    uv run python tests/book.py readme                  # fill the cog blocks of every README.md
+"""
+
+import argparse
+import ast
+import copy
+import difflib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import unquote
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELSPEC = {
+    "display_name": "Training at Larger Scale",
+    "language": "python",
+    "name": "training-at-larger-scale",
+}
+MAX_NOTEBOOK_BYTES = 1_500_000
+
+
+def files(pattern: str) -> list[Path]:
+    """Every file of the book whose name matches: nothing hidden (.venv, .git), no outputs/."""
+    tops = [top for top in ROOT.iterdir() if top.is_dir() and not top.name.startswith(".")]
+    found = [*ROOT.glob(pattern), *(path for top in tops for path in top.rglob(pattern))]
+    skipped = re.compile(r"(^|/)(\.|outputs/)")
+    return sorted(path for path in found if not skipped.search(path.relative_to(ROOT).as_posix()))
+
+
+# ------------------------------------------------------------------------------------ into a README
+
+
+def show(text: str) -> None:
+    """Write text, as a paragraph of its own, where the cog block stands. Without cog, print it.
+
+    ValueError for text that cog, on its next run, would take for the end of a block.
+    """
+    for line in text.splitlines():
+        if "]]]" in line or "[[[cog" in line:
+            raise ValueError(f"cog takes ]]] for a marker of its own; rewrite this line: {line}")
+    cog = sys.modules.get("cog")
+    if cog is None or isinstance(sys.stdout, io.StringIO):  # cog -P puts a StringIO in its place
+        print(f"\n{text}\n")
+    else:
+        cog.outl(f"\n{text}\n")
+
+
+def fence(text: str, language: str) -> str:
+    """A fenced block, with a fence longer than any in the text."""
+    ticks = max([2, *(len(run) for run in re.findall(r"`{3,}", text))]) + 1
+    return f"{'`' * ticks}{language}\n{text.rstrip()}\n{'`' * ticks}"
+
+
+@lru_cache
+def help_text(script: str) -> str:
+    """What `python SCRIPT --help` prints, 100 columns wide, no colour, in a fenced block."""
+    path = ROOT / script
+    plain = {"COLUMNS": "100", "NO_COLOR": "1", "PYTHON_COLORS": "0", "TERM": "dumb"}
+    environment = {key: value for key, value in os.environ.items() if key != "FORCE_COLOR"} | plain
+    command = [sys.executable, path.name, "--help"]
+    run = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True)
+    if run.returncode != 0:
+        raise RuntimeError(f"{script} --help ended with {run.returncode}:\n{run.stderr}")
+    return fence(run.stdout, "text")
+
+
+def _markdown_table(headers: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table. A column that holds numbers and nothing else is aligned to the right."""
+    number = re.compile(r"\W?\d[\d\Wex]*")  # no letters but those of 1e-3 and 2.5x
+    columns = [[row[i] for row in rows if row[i]] for i in range(len(headers))]
+    numeric = [bool(cells) and all(map(number.fullmatch, cells)) for cells in columns]
+    rule = ["--:" if right else "---" for right in numeric]
+    escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [headers, rule, *escaped])
+
+
+# --------------------------------------------------------------------------- scripts, by definition
+
+
+def _names(statement: ast.stmt) -> list[str]:
+    """The names that a statement defines; none for an import or a docstring.
+
+    A bare statement, such as a call, goes by its first line, so that no change escapes the table.
+    """
+    match statement:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [statement.name]
+        case ast.Assign(targets=targets):
+            parts = [part for target in targets for part in getattr(target, "elts", [target])]
+            return [ast.unparse(part) for part in parts]
+        case ast.AnnAssign(target=target) | ast.AugAssign(target=target):
+            return [ast.unparse(target)]
+        case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
+            return []
+        case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+            return ["__main__"]
+    return [ast.unparse(statement).splitlines()[0]]
+
+
+def _lines(node: ast.stmt, lines: list[str]) -> range:
+    """The line numbers, from 1, of a definition with its decorators and the comment upon it."""
+    first = min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", []))])
+    while first > 1 and lines[first - 2].lstrip().startswith("#"):
+        first -= 1
+    return range(first, node.end_lineno + 1)
+
+
+def _docstring_lines(definition: ast.stmt, lines: list[str]) -> set[int]:
+    """The line numbers of every docstring in a definition, and of the blank line below each."""
+    found: set[int] = set()
+    for node in ast.walk(definition):
+        documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if documented and ast.get_docstring(node) is not None and len(node.body) > 1:
+            first, last = node.body[0].lineno, node.body[0].end_lineno
+            found |= set(range(first, last + (1 if lines[last].strip() else 2)))
+    return found
+
+
+def excerpt(script: str, *names: str, docstring: bool = True, link: bool = True) -> str:
+    """The named definitions of a script, as they are written, in one fenced block.
+
+    A method is named `Class.method` and is dedented. `docstring=False` leaves out the docstrings.
+    A line below the block links each name to its line, as seen from the README that cog is filling.
+    """
+    path = ROOT / script
+    text = path.read_text()
+    lines = text.splitlines()
+    reader = getattr(sys.modules.get("cog"), "inFile", path)
+    target = Path(os.path.relpath(path, (ROOT / reader).parent)).as_posix()
+    sources, links = [], []
+    for name in names:
+        body = ast.parse(text).body
+        for part in name.split("."):
+            node = next((node for node in body if part in _names(node)), None)
+            if node is None:
+                raise LookupError(f"{script} defines no `{name}`")
+            body = getattr(node, "body", [])
+        numbers = _lines(node, lines)
+        left_out = set() if docstring else _docstring_lines(node, lines)
+        source = "\n".join(lines[number - 1] for number in numbers if number not in left_out)
+        sources.append(textwrap.dedent(source))
+        label = path.name if len(names) == 1 else f"`{name}`"
+        links.append(f"[{label}, line {numbers[0]}]({target}#L{numbers[0]})")
+    block = fence("\n\n\n".join(sources), "python")
+    return f"{block}\n\n{', '.join(links)}" if link else block
+
+
+def definitions(script: str) -> dict[str, str]:
+    """The source of each top-level def, class and constant by name, and of the guard as `__main__`.
+
+    Constants that are assigned together go by their joined names, as in "WIDTH, HEIGHT".
+    """
+    text = (ROOT / script).read_text()
+    lines = text.splitlines()
+    found: dict[str, str] = {}
+    for node in ast.parse(text).body:
+        if name := ", ".join(_names(node)):
+            source = "\n".join(lines[number - 1] for number in _lines(node, lines))
+            found[name] = f"{found[name]}\n\n\n{source}" if name in found else source
+    return found
+
+
+def changes(old_script: str, new_script: str) -> list[tuple[str, str]]:
+    """(name, "added" or "changed") in the order of the new script, then (name, "dropped")."""
+    old, new = definitions(old_script), definitions(new_script)
+    found = [(name, "changed" if name in old else "added") for name in new]
+    found = [(name, what) for name, what in found if new[name] != old.get(name)]
+    return found + [(name, "dropped") for name in old if name not in new]
+
+
+def what_changes_table(old: str, new: str, reasons: dict[str, str]) -> str:
+    """The table of what a chapter changes. `reasons` must name each change and nothing else."""
+    changed = dict(changes(old, new))
+    wrong = [f"no reason for {name} ({changed[name]})" for name in changed if name not in reasons]
+    wrong += [f"{name} did not change" for name in reasons if name not in changed]
+    if wrong:
+        raise ValueError(f"{old} -> {new}: {'; '.join(wrong)}")
+    rows = [[f"`{name}`", what, reasons[name]] for name, what in changed.items()]
+    return _markdown_table(["Definition", "What", "Why"], rows)
+
+
+def _diff_lines(old: str, new: str) -> list[str]:
+    """The unified diff of two files, the two lines of labels first, no trailing blanks."""
+    texts = [(ROOT / path).read_text().splitlines() for path in (old, new)]
+    diff = difflib.unified_diff(*texts, fromfile=str(old), tofile=str(new), n=3, lineterm="")
+    return [line.rstrip() for line in diff]
+
+
+def _count(old: str, new: str) -> tuple[int, int]:
+    """How many lines the diff adds and how many it removes."""
+    signs = [line[:1] for line in _diff_lines(old, new)[2:]]
+    return signs.count("+"), signs.count("-")
+
+
+def changed_lines(old: str, new: str) -> int:
+    """How many lines the diff of two files adds and removes, together."""
+    return sum(_count(old, new))
+
+
+def diff(old: str, new: str) -> str:
+    """How many lines changed, and the unified diff in a fenced block."""
+    added, removed = _count(old, new)
+    block = fence("\n".join(_diff_lines(old, new)), "diff")
+    return f"{added} lines added, {removed} removed\n\n{block}"
+
+
+# ------------------------------------------------------------------------------------------ results
+
+
+def results(path: str) -> dict:
+    """Load results/*.json; ValueError if it lacks how, when, where or what was measured."""
+    loaded = json.loads((ROOT / path).read_text())
+    missing = {"command", "date", "machine", "versions", "rows"} - loaded.keys()
+    missing |= {"cpu", "cores", "memory_gb", "gpu"} - loaded.get("machine", {}).keys()
+    if missing or not loaded["rows"]:
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing)) or 'rows'}")
+    return loaded
+
+
+def table(rows: list[dict], columns: dict[str, str | Callable[[dict], object]]) -> str:
+    """A Markdown table; a column is a key of the row, a format like "{rmse:.2f}" or a function."""
+
+    def cell(row: dict, column: str | Callable[[dict], object]) -> str:
+        if callable(column):
+            value = column(row)
+        else:
+            value = column.format(**row) if "{" in column else row[column]
+        return "" if value is None else str(value)
+
+    cells = [[cell(row, column) for column in columns.values()] for row in rows]
+    return _markdown_table(list(columns), cells)
+
+
+def measured(results: dict) -> str:
+    """One sentence: the command, the machine, the versions and the date behind some results."""
+    machine = results["machine"]
+    cores = f"{machine['cores']} core{'' if machine['cores'] == 1 else 's'}"
+    spelt = {"python": "Python"}
+    versions = [f"{spelt.get(name, name)} {number}" for name, number in results["versions"].items()]
+    where = (
+        f"{cores} of {machine['cpu']}, {machine['memory_gb']:g} GB, {machine['gpu'] or 'no GPU'}"
+    )
+    return f"Measured with `{results['command']}` on {where}; {', '.join(versions)}; {results['date']}."
+
+
+# ---------------------------------------------------------------------------------------- notebooks
+
+
+def execute(path: Path, parameters: dict | None = None, timeout: int = 300) -> NotebookNode:
+    """Run a notebook in its own folder and return it; nothing is written.
+
+    The kernel is this interpreter, whatever kernels are registered under the notebook's name.
+    `parameters` are assigned in a new cell below the one that is tagged "parameters".
+    """
+    path = ROOT / path
+    notebook = nbformat.read(path, as_version=4)
+    if parameters:
+        tags = [cell.metadata.get("tags", []) for cell in notebook.cells]
+        tagged = [i for i, names in enumerate(tags) if "parameters" in names]
+        if not tagged:
+            raise ValueError(f"{path}: no cell is tagged `parameters`")
+        source = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
+        notebook.cells.insert(tagged[0] + 1, nbformat.v4.new_code_cell(source))
+    # With no folder of kernels to look in, only `python3` is left, and that is sys.executable.
+    kernels = KernelSpecManager(kernel_dirs=[])
+    client = NotebookClient(
+        notebook,
+        km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=kernels),
+        timeout=timeout,
+        resources={"metadata": {"path": str(path.parent)}},
+        coalesce_streams=True,
+    )
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return client.execute(cleanup_kc=True, env=os.environ | {"PATH": programs})
+
+
+def output_text(output: NotebookNode) -> str:
+    """All that an output holds except its pictures, as JSON."""
+    data = {kind: value for kind, value in output.get("data", {}).items() if "image/" not in kind}
+    return json.dumps(output | {"data": data}, ensure_ascii=False)
+
+
+def clean(notebook: NotebookNode) -> NotebookNode:
+    """A copy to commit: stable cell ids, no timings, the book's kernel.
+
+    ValueError, naming the cell, for what a reader should not see: warnings and progress bars, and
+    paths of this machine.
+    """
+    notebook = copy.deepcopy(notebook)
+    private = {str(ROOT), str(Path.home())} - {"/"}
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number}"
+        kept = {key: cell.metadata[key] for key in ("tags", "jupyter") if key in cell.metadata}
+        cell.metadata = NotebookNode(kept)
+        for output in cell.get("outputs", []):
+            text = output_text(output)
+            if output.get("name") == "stderr" or "jupyter.widget-view" in text:
+                raise ValueError(f"cell-{number} shows a warning or a progress bar: {text[:500]}")
+            if any(path in text for path in private):
+                raise ValueError(f"cell-{number} shows a path of this machine: {text[:500]}")
+    kernelspec, language = NotebookNode(KERNELSPEC), NotebookNode(name="python")
+    notebook.metadata = NotebookNode(kernelspec=kernelspec, language_info=language)
+    notebook.nbformat_minor = max(5, notebook.nbformat_minor)  # from 4.5 on, cells carry ids
+    return notebook
+
+
+def save(notebook: NotebookNode, path: Path) -> None:
+    """Write a notebook, or raise ValueError and leave the file alone if it is over 1.5 MB."""
+    nbformat.validate(notebook)
+    text = nbformat.writes(notebook).rstrip() + "\n"
+    if len(text.encode()) > MAX_NOTEBOOK_BYTES:
+        raise ValueError(
+            f"{path} would hold {len(text.encode()) / 1e6:.1f} MB; the limit is 1.5 MB"
+        )
+    (ROOT / path).write_text(text)
+
+
+# ----------------------------------------------------------------------------- reading the Markdown
+
+
+def _blocks(text: str) -> Iterator[tuple[str | None, str]]:
+    """The fenced blocks of a Markdown text as (language, body), the rest as (None, text)."""
+    lines, language, ticks = [], None, ""
+    for line in text.splitlines():
+        opening = re.match(r"\s*(`{3,}|~{3,})\s*([\w-]*)", line)
+        closes = ticks and line.strip().startswith(ticks) and not line.strip().strip(ticks[0])
+        if closes or (opening and not ticks):
+            yield language, "\n".join(lines)
+            lines, language, ticks = [], None, ""
+            if not closes:
+                ticks, language = opening.groups()
+        else:
+            lines.append(line)
+    yield language, "\n".join(lines)
+
+
+def _prose(markdown: Path) -> str:
+    """A Markdown file without its HTML comments, where cog's code stands, and its fenced blocks."""
+    text = re.sub(r"<!--.*?-->", "", markdown.read_text(), flags=re.DOTALL)
+    return "\n".join(body for language, body in _blocks(text) if language is None)
+
+
+def command_blocks(markdown: Path, language: str = "sh") -> list[list[str]]:
+    """The command lines of each fenced ```sh block: continued lines joined, comments taken off."""
+    blocks = [body for name, body in _blocks((ROOT / markdown).read_text()) if name == language]
+    joined = [re.sub(r"\s*\\\n\s*", " ", body).splitlines() for body in blocks]
+    bare = [[re.sub(r"(^|\s)#.*", "", line).strip() for line in lines] for lines in joined]
+    return [[line for line in lines if line] for lines in bare]
+
+
+def commands(markdown: Path, language: str = "sh") -> list[str]:
+    """The command lines of all ```sh blocks of a Markdown file, in order."""
+    return [line for block in command_blocks(markdown, language) for line in block]
+
+
+def anchors(markdown: Path) -> set[str]:
+    """What `#anchor` can name in a Markdown file: its headings by GitHub's rule, and HTML ids."""
+    prose = _prose(markdown)
+    found = set(re.findall(r"<\w+[^>]* (?:id|name)=\"([^\"]+)\"", prose))
+    seen: dict[str, int] = {}
+    for heading in re.findall(r"^ {0,3}#{1,6}\s+(.*?)[\s#]*$", prose, flags=re.MULTILINE):
+        visible = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", visible.lower()).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if slug in seen else slug)
+        seen[slug] = seen.get(slug, 0) + 1
+    return found
+
+
+def broken_links(markdown: Path, root: Path = ROOT) -> list[str]:
+    """The relative links and images of a Markdown file that lead nowhere, each with the reason.
+
+    Nowhere is: no such file, a file that is not in the repository (outside it, or in outputs/), no
+    such heading, a line beyond the end. Links to the web are not followed.
+    """
+    markdown = root / markdown
+    prose = re.sub(r"(`+)[^\n]+?\1", "", _prose(markdown))
+    targets = re.findall(r"\]\(\s*<?([^)\s>]+)", prose)
+    targets += re.findall(r"^ {0,3}\[[^\]]+\]:\s*(\S+)", prose, flags=re.MULTILINE)
+    targets += re.findall(r"<(?:img|a|source)\b[^>]* (?:src|href)=\"([^\"]+)\"", prose)
+    broken = []
+    for target in targets:
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = unquote(target).partition("#")
+        path = Path(os.path.normpath(markdown.parent / name)) if name else markdown
+        if not path.exists():
+            broken.append(f"{target}: no such file")
+        elif not path.is_relative_to(root) or "outputs" in path.relative_to(root).parts:
+            broken.append(f"{target}: not in the repository")
+        elif re.fullmatch(r"L\d+(-L\d+)?", anchor) and path.suffix != ".md":
+            if int(anchor.rpartition("L")[2]) > len(path.read_text().splitlines()):
+                broken.append(f"{target}: beyond the end of the file")
+        elif anchor and (path.suffix != ".md" or anchor not in anchors(path)):
+            broken.append(f"{target}: no such heading")
+    return broken
+
+
+# ------------------------------------------------------------------------------------- command line
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one of the two commands, print a line for each file, and return an exit code."""
+    parser = argparse.ArgumentParser(description="Bring notebooks and READMEs up to date.")
+    programs = parser.add_subparsers(dest="program", required=True)
+    notebooks = programs.add_parser("notebooks", help="execute notebooks and save them in place")
+    notebooks.add_argument(
+        "paths", nargs="*", type=Path, metavar="PATH", help="all if none is named"
+    )
+    programs.add_parser("readme", help="fill the cog blocks of every README.md")
+    options = parser.parse_args(argv)
+    if options.program == "readme":
+        names = [str(path.relative_to(ROOT)) for path in files("README.md")]
+        return subprocess.run([sys.executable, "-m", "cogapp", "-r", *names], cwd=ROOT).returncode
+    for path in [path.resolve() for path in options.paths] or files("*.ipynb"):
+        save(clean(execute(path)), path)
+        print(f"{path}: executed, {path.stat().st_size / 1e3:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The whole repository's text: walkthroughs, commands, links, notebooks, style and budgets."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import book
+import nbformat
+import pytest
+
+CHAPTERS = [
+    "01_setup",
+    "02_multi_gpu",
+    "03_cloud_data",
+    "04_data_pipeline",
+    "05_model_profiling",
+    "06_whats_next",
+]
+MAX_CHANGED_LINES = 160  # from one chapter's train.py to the next; the design aims at 120
+MAX_SCRIPT_LINES = {"06_whats_next": 600}  # of a train*.py
+MAX_SCRIPT_LINES_ELSEWHERE = 450
+
+READMES = book.files("README.md")
+MARKDOWN = book.files("*.md")
+NOTEBOOKS = book.files("*.ipynb")
+SCRIPTS = [path for path in book.files("train*.py") if path.parent.name in CHAPTERS]
+TEXTS = [path for kind in ("md", "py", "toml", "ipynb") for path in book.files(f"*.{kind}")]
+
+
+def relative(path: Path) -> str:
+    """A path as the reader names it; pytest shows it as the test's id."""
+    return path.relative_to(book.ROOT).as_posix()
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a program from the repository's root and return how it went."""
+    return subprocess.run(command, cwd=book.ROOT, capture_output=True, text=True)
+
+
+def require_success(*command: str) -> None:
+    """Fail with what the program printed, unless it succeeds."""
+    done = run(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Without this, a test below with nothing to check would be skipped in silence.
+def test_there_is_something_to_check() -> None:
+    assert book.ROOT / "README.md" in READMES
+    assert book.ROOT / "01_setup" / "README.md" in READMES
+    assert book.ROOT / "01_setup" / "train.py" in SCRIPTS
+    assert book.ROOT / "01_setup" / "notebook.ipynb" in NOTEBOOKS
+    assert any(book.commands(readme) for readme in READMES)
+
+
+# ---------------------------------------------------------------------------------------- walkthroughs
+
+
+@pytest.mark.parametrize("flags", [[], ["-P"]], ids=["cog", "cog -P"])
+def test_what_cog_wrote_is_up_to_date(flags: list[str]) -> None:
+    assert READMES
+    names = [relative(readme) for readme in READMES]
+    require_success(sys.executable, "-m", "cogapp", "--check", *flags, *names)
+
+
+@pytest.mark.parametrize("markdown", MARKDOWN, ids=relative)
+def test_no_link_is_broken(markdown: Path) -> None:
+    assert book.broken_links(markdown) == []
+
+
+def simple_commands(line: str) -> list[list[str]]:
+    """The words of each command in a line of shell, split at `&&`, `;` and `|` outside quotes."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+    lexer.commenters = ""
+    found: list[list[str]] = [[]]
+    for word in lexer:
+        if set(word) <= set(";&|"):
+            found.append([])
+        else:
+            found[-1].append(word)
+    return found
+
+
+def missing_paths(block: list[str], start: Path) -> list[str]:
+    """The folders and scripts that the commands of one block name and that do not exist.
+
+    A reader begins in `start`. The folder that `git clone` makes is the repository.
+    """
+    folder, clone, missing = start, None, []
+    for words in (words for line in block for words in simple_commands(line)):
+        if words[:2] == ["git", "clone"]:
+            clone = words[-1].rpartition("/")[2].removesuffix(".git")
+        elif words[:1] == ["cd"]:
+            folder = book.ROOT if words[1] == clone else (folder / words[1]).resolve()
+            missing += [] if folder.is_dir() else [" ".join(words)]
+        else:
+            scripts = [word for word in words if word.endswith((".py", ".sh"))]
+            missing += [name for name in scripts if not (folder / name).is_file()]
+    return missing
+
+
+@pytest.mark.parametrize("readme", READMES, ids=relative)
+def test_every_folder_and_script_in_a_command_exists(readme: Path) -> None:
+    blocks = book.command_blocks(readme)
+    assert [path for block in blocks for path in missing_paths(block, readme.parent)] == []
+
+
+def test_missing_paths_follows_cd_within_a_block() -> None:
+    root = book.ROOT
+    assert missing_paths(["cd tests && python test_text.py", "cd ..", "cd tests"], root) == []
+    assert missing_paths(["git clone https://x.org/a/b.git", "cd b", "cd tests"], root.parent) == []
+    block = ["cd tests", "A=1 uv run python nowhere.py --steps 4 | tee 'a; b.py c'", "cd tests"]
+    assert missing_paths(block, root) == ["nowhere.py", "cd tests"]
+
+
+# ---------------------------------------------------------------------------------------- notebooks
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=relative)
+def test_a_notebook_is_committed_executed_and_clean(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.metadata.kernelspec == book.KERNELSPEC
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert cells
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert [output for output in outputs if output.output_type == "error"] == []
+    texts = [cell.source for cell in cells] + [book.output_text(output) for output in outputs]
+    machine = re.compile(rf"{re.escape(str(book.ROOT))}|/(home|root|Users|tmp)/\w|[A-Z]:\\\\?Users")
+    assert [text[:300] for text in texts if machine.search(text)] == []
+    assert path.stat().st_size <= book.MAX_NOTEBOOK_BYTES
+    assert book.clean(notebook) == notebook
+
+
+# ------------------------------------------------------------------------------------------- scripts
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=relative)
+def test_a_script_is_short_enough_to_read(script: Path) -> None:
+    limit = MAX_SCRIPT_LINES.get(script.parent.name, MAX_SCRIPT_LINES_ELSEWHERE)
+    assert len(script.read_text().splitlines()) < limit
+
+
+@pytest.mark.parametrize(("before", "chapter"), list(pairwise(CHAPTERS)))
+def test_a_chapter_changes_little_and_says_why(before: str, chapter: str) -> None:
+    if not (book.ROOT / chapter / "train.py").exists():
+        pytest.skip(f"{chapter}/train.py is not written yet")
+    changed = book.changed_lines(f"{before}/train.py", f"{chapter}/train.py")
+    assert 0 < changed <= MAX_CHANGED_LINES
+    # That the table is complete is what it checks itself, whenever cog runs.
+    assert "what_changes_table(" in (book.ROOT / chapter / "README.md").read_text()
+
+
+# ---------------------------------------------------------------------------------------- repository
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
+def test_ruff_finds_nothing(command: list[str]) -> None:
+    require_success(sys.executable, "-m", "ruff", *command, ".")
+
+
+def test_nothing_is_left_to_do() -> None:
+    marker = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
+    found = [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for path in TEXTS
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) < 1000 and marker.search(line)  # longer lines are pictures
+    ]
+    assert found == []
+
+
+# To bring requirements.txt up to date:
+#   uv export -q --offline --frozen --no-hashes --no-dev --no-emit-project \
+#       --format requirements-txt > requirements.txt
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
+def test_requirements_txt_is_what_uv_locked() -> None:
+    switches = "-q --offline --frozen --no-hashes --no-dev --no-emit-project"
+    exported = run("uv", "export", *switches.split(), "--format", "requirements-txt")
+    assert exported.returncode == 0, exported.stderr
+    written = (book.ROOT / "requirements.txt").read_text()
+    without_header = [re.sub(r"\A(#.*\n)+", "", text) for text in (written, exported.stdout)]
+    assert without_header[0] == without_header[1] != ""
