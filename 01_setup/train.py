@@ -23,7 +23,7 @@ from time import perf_counter
 import numpy as np
 import torch
 import xarray as xr
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -35,7 +35,10 @@ from torchmetrics import MeanMetric
 
 HERE = Path(__file__).parent
 TRAIN_YEARS, VALIDATION_YEARS = slice("1982", "1990"), slice("1991", "1992")
-VALIDATION_SAMPLES, VALIDATION_SEED = 96, 1991  # not --seed: every run is judged on the same patches
+VALIDATION_SAMPLES, VALIDATION_SEED = (
+    96,
+    1991,
+)  # not --seed: every run is judged on the same patches
 
 # Successive tracks of a polar orbiter lie 25 degrees of longitude apart, 10 cells of this grid. They
 # lean 0.22 degrees of longitude a degree of latitude, and a swath of 4 cells is 1,100 km wide.
@@ -60,7 +63,9 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
     try:
         dataset = xr.load_dataset(store)
     except (OSError, ValueError) as error:
-        raise InputError(f"--store {store}: not a whole NetCDF file ({error}); copy it anew") from error
+        raise InputError(
+            f"--store {store}: not a whole NetCDF file ({error}); copy it anew"
+        ) from error
     dims = ("time", "latitude", "longitude")
     usable = [name for name in dataset.data_vars if set(dataset[name].dims) == set(dims)]
     if unusable := [name for name in variables if name not in usable]:
@@ -71,7 +76,9 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
     bad = winds.isnull().any(("component", "latitude", "longitude"))
     if bad.any():
         first = str(winds.time[bad].values[0])[:10]
-        raise InputError(f"--store {store}: NaN at {int(bad.sum())} times, first {first}; fill them")
+        raise InputError(
+            f"--store {store}: NaN at {int(bad.sum())} times, first {first}; fill them"
+        )
     return winds
 
 
@@ -101,7 +108,9 @@ class WindPatches(Dataset):
         self.batch_size, self.seed = batch_size, seed
         spacing = self.longitude[1] - self.longitude[0]
         global_map = abs(len(self.longitude) * spacing - 360) < spacing / 2
-        self.last_column = len(self.longitude) - (1 if global_map else patch_size)  # else no seam to cross
+        self.last_column = len(self.longitude) - (
+            1 if global_map else patch_size
+        )  # else no seam to cross
 
     def sample(self, step: int, k: int) -> tuple[int, int, int, np.ndarray]:
         """Say what sample k of a step is, a pure function of (seed, step, k): there is no state to lose.
@@ -207,8 +216,12 @@ def baselines(training: WindPatches, validation: WindPatches) -> dict[str, float
     """RMSE in m/s over the unseen cells of the validation set, of three fills without a network:
     the month's mean over the training years, the nearest seen cell, linear interpolation (Delaunay).
     """
-    months = [patches.times.astype("datetime64[M]").astype(int) % 12 for patches in (training, validation)]
-    climatology = np.stack([training.values[months[0] == month].mean(axis=0) for month in range(12)])
+    months = [
+        patches.times.astype("datetime64[M]").astype(int) % 12 for patches in (training, validation)
+    ]
+    climatology = np.stack(
+        [training.values[months[0] == month].mean(axis=0) for month in range(12)]
+    )
     squares, weights = np.zeros(3), 0.0
     for k in range(VALIDATION_SAMPLES):
         time, row, column, seen = validation.sample(0, k)
@@ -275,7 +288,9 @@ def check_finite(loss: torch.Tensor, step: int, batch: dict[str, torch.Tensor], 
     """Stop before a NaN reaches the weights, and name the step and the sample that it came from."""
     if not torch.isfinite(loss):
         bad = [k for k, target in enumerate(batch["target"]) if not target.isfinite().all()]
-        cause = f"sample k={bad[0]} is not finite: mend the data" if bad else "lower --learning-rate"
+        cause = (
+            f"sample k={bad[0]} is not finite: mend the data" if bad else "lower --learning-rate"
+        )
         raise InputError(f"step {step}: loss {loss.item()} in the batch of seed {seed}; {cause}")
 
 
@@ -302,7 +317,9 @@ class WindFill(LightningModule):
         torch.manual_seed(configuration["seed"])
         self.model = UNet(dropout=0.0 if configuration["overfit_one_batch"] else 0.1)
         self.register_buffer("std", torch.tensor(std))
-        self.mean_square = MeanMetric()  # sums squares and weights, over batches and later over ranks
+        self.mean_square = (
+            MeanMetric()
+        )  # sums squares and weights, over batches and later over ranks
 
     def on_train_batch_start(self, batch, batch_idx: int) -> None:
         torch.manual_seed(model_seed(self.configuration["seed"], self.global_step))  # for dropout
@@ -363,13 +380,32 @@ def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
     x = patches.longitude[column] + (y - y[0])  # square cells
     figure = Figure(figsize=(11, 9), layout="constrained")
     for axes, (title, wind) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-        colours = {"cmap": "magma_r", "vmax": 6} if "error" in title else {"cmap": "viridis", "vmax": 12}
+        colours = (
+            {"cmap": "magma_r", "vmax": 6} if "error" in title else {"cmap": "viridis", "vmax": 12}
+        )
         mesh = axes.pcolormesh(x, y, np.hypot(*wind), vmin=0, **colours)
         axes.quiver(x[::4], y[::4], *wind[:, ::4, ::4], color="white", scale=150)
         axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
         figure.colorbar(mesh, ax=axes, label="m/s")
     figure.suptitle(f"Mean wind of {str(patches.times[time])[:7]}, a month kept from training")
     return figure
+
+
+def report(figures: dict, picture: Path) -> None:
+    """Print what a reader wants to know of a run, in one block."""
+    print("\nRMSE over the unseen cells of 1991-92, m/s")
+    network = f"U-Net after {figures['steps']} steps"
+    for name in ("climatology", "nearest neighbour", "linear interpolation"):
+        print(f"  {name:24} {figures[name]:.3f}")
+    below = 1 - figures["rmse"] / figures["climatology"]
+    print(f"  {network:24} {figures['rmse']:.3f}   {below:.0%} below climatology")
+    if figures["loss"] is not None and "samples_per_second" in figures:
+        speed, share = figures["samples_per_second"], figures["data_wait_share"]
+        print(f"{speed:.1f} samples/s, {share:.1%} of the time waiting for data")
+        print(f"loss of the last step {figures['loss']:.4f}")
+    print(
+        f"peak memory {figures['peak_memory_gb']:.1f} GB, {figures['seconds']:.0f} s; picture: {picture}"
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -382,8 +418,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--store", default=os.path.relpath(HERE / "data/navy_winds.nc"), help="NetCDF file of the wind")
-    add("--variables", nargs=2, default=["eastward_wind", "northward_wind"], help="u and v in the store")
+    add(
+        "--store",
+        default=os.path.relpath(HERE / "data/navy_winds.nc"),
+        help="NetCDF file of the wind",
+    )
+    add(
+        "--variables",
+        nargs=2,
+        default=["eastward_wind", "northward_wind"],
+        help="u and v in the store",
+    )
     add("--patch-size", type=int, default=64, help="cells along a side of a patch")
     add("--batch-size", type=int, default=16, help="samples in the global batch")
     add("--max-steps", type=int, default=160, help="optimizer steps in the whole run")
@@ -393,11 +438,29 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
     add("--num-workers", type=int, default=0, help="processes that prepare batches; 0: this one")
     add("--seed", type=int, default=0, help="decides weights, order, patches, swaths and dropout")
-    add("--output-dir", default=os.path.relpath(HERE / "outputs"), help="folder for the run's files")
-    add("--resume", nargs="?", const="last", metavar="CKPT", help="go on from OUTPUT_DIR/last.ckpt or CKPT")
-    add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
+    add(
+        "--output-dir", default=os.path.relpath(HERE / "outputs"), help="folder for the run's files"
+    )
+    add(
+        "--resume",
+        nargs="?",
+        const="last",
+        metavar="CKPT",
+        help="go on from OUTPUT_DIR/last.ckpt or CKPT",
+    )
+    add(
+        "--overfit-one-batch",
+        action="store_true",
+        help="train on step 0's batch only: a sanity check",
+    )
     args = parser.parse_args(argv)
-    least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 4}
+    least = {
+        "batch_size": 1,
+        "max_steps": 1,
+        "validate_every": 1,
+        "checkpoint_every": 1,
+        "patch_size": 4,
+    }
     for name, value in (least | {"learning_rate": 0, "num_workers": 0, "seed": 0}).items():
         if not getattr(args, name) >= value:
             flag = f"--{name.replace('_', '-')}"
@@ -409,18 +472,26 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def check_resume(path: str, configuration: dict) -> None:
-    """Raise InputError unless the checkpoint is whole and was trained with this configuration."""
+def check_resume(path: str, configuration: dict) -> int:
+    """Return the checkpoint's step; raise InputError if it is torn or has another configuration."""
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)["hyper_parameters"]["configuration"]
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        saved, step = checkpoint["hyper_parameters"]["configuration"], checkpoint["global_step"]
     except FileNotFoundError:
-        raise InputError(f"--resume {path}: no such file; to start anew, leave --resume out") from None
+        raise InputError(
+            f"--resume {path}: no such file; to start anew, leave --resume out"
+        ) from None
     except Exception as error:  # a torn file raises one of many types
-        raise InputError(f"--resume {path}: not a whole checkpoint of train.py ({error!r})") from error
+        raise InputError(
+            f"--resume {path}: not a whole checkpoint of train.py ({error!r})"
+        ) from error
     for name, value in configuration.items():
         if saved.get(name) != value:
             flag = f"--{name.replace('_', '-')} {value}"
-            raise InputError(f"{flag}: {path} has {saved.get(name)}; give that, or leave --resume out")
+            raise InputError(
+                f"{flag}: {path} has {saved.get(name)}; give that, or leave --resume out"
+            )
+    return step
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -453,21 +524,41 @@ def main(argv: list[str] | None = None) -> dict:
         logger=CSVLogger(folder, "", version, flush_logs_every_n_steps=args.checkpoint_every),
         callbacks=[
             ModelCheckpoint(
-                folder, "last", every_n_train_steps=args.checkpoint_every, enable_version_counter=False
+                folder,
+                "last",
+                every_n_train_steps=args.checkpoint_every,
+                enable_version_counter=False,
             ),
             LearningRateMonitor(),
         ],
         plugins=[CheckpointIO()],
     )
     trainer.fit(model, data, ckpt_path=args.resume)
+    loss = trainer.callback_metrics["loss"].item() if data.timed.waits else None
     trainer.save_checkpoint(folder / "last.ckpt")
     rmse = trainer.validate(model, data, verbose=False)[0]["rmse"]
     with torch.no_grad():
         first = torch.from_numpy(data.validation[0, 0]["input"])[None].to(model.device)
-        filled = model.model.eval()(first)[0].cpu().numpy() * data.validation.std + data.validation.mean
+        filled = (
+            model.model.eval()(first)[0].cpu().numpy() * data.validation.std + data.validation.mean
+        )
     write_aside(folder / "fill.png", draw_fill(data.validation, 0, filled).savefig)
 
-    figures = {"steps": args.max_steps, "rmse": rmse, "loss": ..., }
+    waits, works = np.array(data.timed.waits), np.array(data.timed.works)
+    steps = (waits + works)[1:]  # the first starts workers and warms caches
+    figures = {"steps": args.max_steps, "loss": loss, "rmse": rmse} | baselines(
+        data.training, data.validation
+    )
+    if len(steps):  # none when a finished run is resumed
+        figures["samples_per_second"] = args.batch_size / float(np.median(steps))
+        figures["data_wait_share"] = float(waits[1:].sum() / steps.sum())
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
+    figures["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    figures["seconds"] = perf_counter() - began
+    write_aside(
+        folder / "summary.json", lambda path: path.write_text(json.dumps(figures, indent=2))
+    )
+    report(figures, folder / "fill.png")
     return figures
 
 

@@ -62,7 +62,9 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
         dataset = xr.load_dataset(store)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"--store {store}: not a whole NetCDF file ({reason}); copy it again") from error
+        raise InputError(
+            f"--store {store}: not a whole NetCDF file ({reason}); copy it again"
+        ) from error
     dims = {"time", "latitude", "longitude"}
     for name in variables:
         if name not in dataset or set(dataset[name].dims) != dims:
@@ -73,7 +75,9 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
     bad = winds.isnull().any(("component", "latitude", "longitude"))
     if bad.any():
         first = str(winds.time[bad].values[0])[:10]
-        raise InputError(f"--store {store}: {int(bad.sum())} times hold NaN, first {first}; fill them")
+        raise InputError(
+            f"--store {store}: {int(bad.sum())} times hold NaN, first {first}; fill them"
+        )
     return winds
 
 
@@ -118,7 +122,9 @@ class WindPatches(Dataset):
         self.patch_size, self.batch_size, self.seed = patch_size, batch_size, seed
         n_times, _, n_rows, n_columns = winds.shape
         spacing = abs(self.longitude[1] - self.longitude[0])
-        wraps = abs(n_columns * spacing - 360) < spacing / 2  # then a patch may cross the map's seam
+        wraps = (
+            abs(n_columns * spacing - 360) < spacing / 2
+        )  # then a patch may cross the map's seam
         n_corners = n_columns if wraps else n_columns - patch_size + 1
         self.grid = (n_times, n_rows - patch_size + 1, n_corners)
 
@@ -150,7 +156,11 @@ class StepSampler(Sampler[list[tuple[int, int]]]):
     """
 
     def __init__(self, batch_size: int, start: int, max_steps: int, repeat_first: bool = False):
-        self.batch_size, self.steps, self.repeat_first = batch_size, range(start, max_steps), repeat_first
+        self.batch_size, self.steps, self.repeat_first = (
+            batch_size,
+            range(start, max_steps),
+            repeat_first,
+        )
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -173,7 +183,9 @@ def make_patches(args: argparse.Namespace) -> tuple[WindPatches, WindPatches]:
     training, validation = winds.sel(time=TRAIN_YEARS), winds.sel(time=VALIDATION_YEARS)
     for part, years in ((training, TRAIN_YEARS), (validation, VALIDATION_YEARS)):
         if part.sizes["time"] == 0:
-            raise InputError(f"--store {args.store}: no times in {years.start}-{years.stop}; it must")
+            raise InputError(
+                f"--store {args.store}: no times in {years.start}-{years.stop}; it must"
+            )
     over = ("time", "latitude", "longitude")
     mean, std = training.mean(over).values[:, None, None], training.std(over).values[:, None, None]
     size, batch_size = args.patch_size, args.batch_size
@@ -269,7 +281,9 @@ def seed_model(seed: int, step: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence((MODEL_STREAM, seed, step)).generate_state(1)[0]))
 
 
-def check_finite(loss: torch.Tensor, step: int, batch: dict[str, torch.Tensor], data: WindPatches) -> None:
+def check_finite(
+    loss: torch.Tensor, step: int, batch: dict[str, torch.Tensor], data: WindPatches
+) -> None:
     """Stop before a NaN reaches the weights, and name the step and the samples that it came from."""
     if torch.isfinite(loss):
         return
@@ -281,7 +295,9 @@ def check_finite(loss: torch.Tensor, step: int, batch: dict[str, torch.Tensor], 
         if bad
         else f"all samples are finite (k=0 is {where}); lower --learning-rate"
     )
-    raise InputError(f"step {step}: the loss is {loss.item()} in the batch (seed {data.seed}, step {step}): {cause}")
+    raise InputError(
+        f"step {step}: the loss is {loss.item()} in the batch (seed {data.seed}, step {step}): {cause}"
+    )
 
 
 # -------------------------------------------------------------------------------------------- output
@@ -324,7 +340,10 @@ def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
     latitude = patches.latitude[row : row + patches.patch_size]
     spacing = patches.longitude[1] - patches.longitude[0]
     longitude = patches.longitude[column] + spacing * np.arange(patches.patch_size)
-    wind, error = {"cmap": "viridis", "vmin": 0, "vmax": 12}, {"cmap": "magma_r", "vmin": 0, "vmax": 6}
+    wind, error = (
+        {"cmap": "viridis", "vmin": 0, "vmax": 12},
+        {"cmap": "magma_r", "vmin": 0, "vmax": 6},
+    )
     panels = {
         "truth": (truth, wind),
         "seen by the satellite": (np.where(seen, truth, np.nan), wind),
@@ -332,14 +351,24 @@ def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
         "error": (np.where(seen, np.nan, filled - truth), error),
     }
     figure = Figure(figsize=(11, 9), layout="constrained")
-    for axes, (title, (field, style)) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+    for axes, (title, (field, style)) in zip(
+        figure.subplots(2, 2).flat, panels.items(), strict=True
+    ):
         speed = axes.pcolormesh(longitude, latitude, np.hypot(*field), **style)
         if title != "error":
             each = slice(1, None, 4)
-            axes.quiver(longitude[each], latitude[each], *field[:, each, each], color="white", scale=200)
+            axes.quiver(
+                longitude[each], latitude[each], *field[:, each, each], color="white", scale=200
+            )
         axes.set(title=title, facecolor="0.85")
-        axes.xaxis.set_major_formatter(lambda x, _: f"{abs((x + 180) % 360 - 180):.0f}°{'EW'[(x + 180) % 360 < 180]}")
+        axes.xaxis.set_major_formatter(
+            lambda x, _: f"{abs((x + 180) % 360 - 180):.0f}°{'EW'[(x + 180) % 360 < 180]}"
+        )
         axes.yaxis.set_major_formatter(lambda y, _: f"{abs(y):.0f}°{'SN'[y > 0]}")
-        figure.colorbar(speed, ax=axes, label="error of the wind, m/s" if title == "error" else "wind speed, m/s")
+        figure.colorbar(
+            speed,
+            ax=axes,
+            label="error of the wind, m/s" if title == "error" else "wind speed, m/s",
+        )
     figure.suptitle(f"Monthly mean surface wind, {str(patches.times[time])[:7]}")
     return figure
