@@ -63,9 +63,7 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
     try:
         dataset = xr.load_dataset(store)
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"--store {store}: not a whole NetCDF file ({error}); copy it anew"
-        ) from error
+        raise InputError(f"--store {store}: not a whole NetCDF file ({error}); copy it anew") from error
     dims = ("time", "latitude", "longitude")
     usable = [name for name in dataset.data_vars if set(dataset[name].dims) == set(dims)]
     if unusable := [name for name in variables if name not in usable]:
@@ -76,9 +74,7 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
     bad = winds.isnull().any(("component", "latitude", "longitude"))
     if bad.any():
         first = str(winds.time[bad].values[0])[:10]
-        raise InputError(
-            f"--store {store}: NaN at {int(bad.sum())} times, first {first}; fill them"
-        )
+        raise InputError(f"--store {store}: NaN at {int(bad.sum())} times, first {first}; fill them")
     return winds
 
 
@@ -108,9 +104,7 @@ class WindPatches(Dataset):
         self.batch_size, self.seed = batch_size, seed
         spacing = self.longitude[1] - self.longitude[0]
         global_map = abs(len(self.longitude) * spacing - 360) < spacing / 2
-        self.last_column = len(self.longitude) - (
-            1 if global_map else patch_size
-        )  # else no seam to cross
+        self.last_column = len(self.longitude) - (1 if global_map else patch_size)  # else no seam to cross
 
     def sample(self, step: int, k: int) -> tuple[int, int, int, np.ndarray]:
         """Say what sample k of a step is, a pure function of (seed, step, k): there is no state to lose.
@@ -155,11 +149,10 @@ class StepSampler(Sampler):
 
 
 class TimedLoader:
-    """A DataLoader that notes, for each step, the seconds the loop waited for it and then worked on it."""
+    """A DataLoader that notes the seconds that the loop waited for each batch, and those it then worked."""
 
     def __init__(self, loader: DataLoader, max_steps: int):
-        self.loader, self.max_steps = loader, max_steps
-        self.waits, self.works = [], []
+        self.loader, self.max_steps, self.waits, self.works = loader, max_steps, [], []
 
     def __len__(self) -> int:
         return self.max_steps  # of the whole run: Lightning counts those before a resume as fetched
@@ -167,12 +160,11 @@ class TimedLoader:
     def __iter__(self):
         asked = perf_counter()
         for batch in self.loader:
+            self.waits.append(perf_counter() - asked)
             given = perf_counter()
             yield batch
-            back = perf_counter()
-            self.waits.append(given - asked)
-            self.works.append(back - given)
-            asked = back
+            asked = perf_counter()
+            self.works.append(asked - given)
 
 
 class WindData(LightningDataModule):
@@ -180,24 +172,19 @@ class WindData(LightningDataModule):
 
     def __init__(self, args: argparse.Namespace):
         super().__init__()
-        self.args = args
+        self.args, size = args, args.patch_size
         winds = open_winds(args.store, args.variables)
-        rows, columns = winds.shape[2:]
-        if args.patch_size % 4 or args.patch_size > min(rows, columns):
-            raise InputError(
-                f"--patch-size {args.patch_size}: must be a multiple of 4, as the network halves it "
-                f"twice, and at most {min(rows, columns) // 4 * 4} on a grid of {rows} x {columns}"
-            )
+        most = min(winds.shape[2:]) // 4 * 4
+        if size % 4 or size > most:
+            reason = f"the network halves it twice and the grid is {winds.shape[2]} x {winds.shape[3]}"
+            raise InputError(f"--patch-size {size}: {reason}; give a multiple of 4 up to {most}")
         training, validation = winds.sel(time=TRAIN_YEARS), winds.sel(time=VALIDATION_YEARS)
         if 0 in (training.sizes["time"], validation.sizes["time"]):
             raise InputError(f"--store {args.store}: must hold 1982-1990, to train, and 1991-1992")
         over = ("time", "latitude", "longitude")
         mean, std = (f(over).values[:, None, None] for f in (training.mean, training.std))
-        size = args.patch_size
         self.training = WindPatches(training, mean, std, size, args.batch_size, args.seed)
-        self.validation = WindPatches(
-            validation, mean, std, size, VALIDATION_SAMPLES, VALIDATION_SEED
-        )
+        self.validation = WindPatches(validation, mean, std, size, VALIDATION_SAMPLES, VALIDATION_SEED)
 
     def train_dataloader(self) -> TimedLoader:
         args = self.args
@@ -216,17 +203,15 @@ def baselines(training: WindPatches, validation: WindPatches) -> dict[str, float
     """RMSE in m/s over the unseen cells of the validation set, of three fills without a network:
     the month's mean over the training years, the nearest seen cell, linear interpolation (Delaunay).
     """
-    months = [
-        patches.times.astype("datetime64[M]").astype(int) % 12 for patches in (training, validation)
-    ]
-    climatology = np.stack(
-        [training.values[months[0] == month].mean(axis=0) for month in range(12)]
+    months, kept_months = (
+        part.times.astype("datetime64[M]").astype(int) % 12 for part in (training, validation)
     )
+    climatology = np.stack([training.values[months == month].mean(axis=0) for month in range(12)])
     squares, weights = np.zeros(3), 0.0
     for k in range(VALIDATION_SAMPLES):
         time, row, column, seen = validation.sample(0, k)
         truth = validation.cut(validation.values[time], row, column)
-        mean = validation.cut(climatology[months[1][time]], row, column)
+        mean = validation.cut(climatology[kept_months[time]], row, column)
         points, holes, values = np.argwhere(seen), np.argwhere(~seen), truth[:, seen].T
         nearest = griddata(points, values, holes, method="nearest").T
         linear = griddata(points, values, holes, method="linear").T
@@ -288,9 +273,7 @@ def check_finite(loss: torch.Tensor, step: int, batch: dict[str, torch.Tensor], 
     """Stop before a NaN reaches the weights, and name the step and the sample that it came from."""
     if not torch.isfinite(loss):
         bad = [k for k, target in enumerate(batch["target"]) if not target.isfinite().all()]
-        cause = (
-            f"sample k={bad[0]} is not finite: mend the data" if bad else "lower --learning-rate"
-        )
+        cause = f"sample k={bad[0]} is not finite: mend the data" if bad else "lower --learning-rate"
         raise InputError(f"step {step}: loss {loss.item()} in the batch of seed {seed}; {cause}")
 
 
@@ -317,9 +300,7 @@ class WindFill(LightningModule):
         torch.manual_seed(configuration["seed"])
         self.model = UNet(dropout=0.0 if configuration["overfit_one_batch"] else 0.1)
         self.register_buffer("std", torch.tensor(std))
-        self.mean_square = (
-            MeanMetric()
-        )  # sums squares and weights, over batches and later over ranks
+        self.mean_square = MeanMetric()  # sums squares and weights over the batches
 
     def on_train_batch_start(self, batch, batch_idx: int) -> None:
         torch.manual_seed(model_seed(self.configuration["seed"], self.global_step))  # for dropout
@@ -380,9 +361,7 @@ def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
     x = patches.longitude[column] + (y - y[0])  # square cells
     figure = Figure(figsize=(11, 9), layout="constrained")
     for axes, (title, wind) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-        colours = (
-            {"cmap": "magma_r", "vmax": 6} if "error" in title else {"cmap": "viridis", "vmax": 12}
-        )
+        colours = {"cmap": "magma_r", "vmax": 6} if "error" in title else {"cmap": "viridis", "vmax": 12}
         mesh = axes.pcolormesh(x, y, np.hypot(*wind), vmin=0, **colours)
         axes.quiver(x[::4], y[::4], *wind[:, ::4, ::4], color="white", scale=150)
         axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
@@ -394,18 +373,15 @@ def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
 def report(figures: dict, picture: Path) -> None:
     """Print what a reader wants to know of a run, in one block."""
     print("\nRMSE over the unseen cells of 1991-92, m/s")
-    network = f"U-Net after {figures['steps']} steps"
     for name in ("climatology", "nearest neighbour", "linear interpolation"):
         print(f"  {name:24} {figures[name]:.3f}")
-    below = 1 - figures["rmse"] / figures["climatology"]
+    network, below = f"U-Net after {figures['steps']} steps", 1 - figures["rmse"] / figures["climatology"]
     print(f"  {network:24} {figures['rmse']:.3f}   {below:.0%} below climatology")
-    if figures["loss"] is not None and "samples_per_second" in figures:
-        speed, share = figures["samples_per_second"], figures["data_wait_share"]
-        print(f"{speed:.1f} samples/s, {share:.1%} of the time waiting for data")
-        print(f"loss of the last step {figures['loss']:.4f}")
-    print(
-        f"peak memory {figures['peak_memory_gb']:.1f} GB, {figures['seconds']:.0f} s; picture: {picture}"
-    )
+    if figures["loss"] is not None:  # as it is when a finished run is resumed
+        share = f"{figures['data_wait_share']:.1%} of the time waiting for data"
+        print(f"{figures['samples_per_second']:.1f} samples/s, {share}, last loss {figures['loss']:.4f}")
+    print(f"peak memory {figures['peak_memory_gb']:.1f} GB, {figures['seconds']:.0f} s")
+    print(f"picture: {picture}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -438,9 +414,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
     add("--num-workers", type=int, default=0, help="processes that prepare batches; 0: this one")
     add("--seed", type=int, default=0, help="decides weights, order, patches, swaths and dropout")
-    add(
-        "--output-dir", default=os.path.relpath(HERE / "outputs"), help="folder for the run's files"
-    )
+    add("--output-dir", default=os.path.relpath(HERE / "outputs"), help="folder for the run's files")
     add(
         "--resume",
         nargs="?",
@@ -477,20 +451,13 @@ def check_resume(path: str, configuration: dict) -> int:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         saved, step = checkpoint["hyper_parameters"]["configuration"], checkpoint["global_step"]
-    except FileNotFoundError:
-        raise InputError(
-            f"--resume {path}: no such file; to start anew, leave --resume out"
-        ) from None
     except Exception as error:  # a torn file raises one of many types
-        raise InputError(
-            f"--resume {path}: not a whole checkpoint of train.py ({error!r})"
-        ) from error
+        reason = f"not a whole checkpoint of this script ({error!r})"
+        raise InputError(f"--resume {path}: {reason}; to start anew, leave --resume out") from error
     for name, value in configuration.items():
         if saved.get(name) != value:
             flag = f"--{name.replace('_', '-')} {value}"
-            raise InputError(
-                f"{flag}: {path} has {saved.get(name)}; give that, or leave --resume out"
-            )
+            raise InputError(f"{flag}: {path} has {saved.get(name)}; give that, or leave --resume out")
     return step
 
 
@@ -538,26 +505,21 @@ def main(argv: list[str] | None = None) -> dict:
     trainer.save_checkpoint(folder / "last.ckpt")
     rmse = trainer.validate(model, data, verbose=False)[0]["rmse"]
     with torch.no_grad():
-        first = torch.from_numpy(data.validation[0, 0]["input"])[None].to(model.device)
-        filled = (
-            model.model.eval()(first)[0].cpu().numpy() * data.validation.std + data.validation.mean
-        )
+        prediction = model.model(torch.from_numpy(data.validation[0, 0]["input"])[None].to(model.device))
+    filled = data.validation.mean + data.validation.std * prediction[0].cpu().numpy()
     write_aside(folder / "fill.png", draw_fill(data.validation, 0, filled).savefig)
 
     waits, works = np.array(data.timed.waits), np.array(data.timed.works)
-    steps = (waits + works)[1:]  # the first starts workers and warms caches
-    figures = {"steps": args.max_steps, "loss": loss, "rmse": rmse} | baselines(
-        data.training, data.validation
-    )
-    if len(steps):  # none when a finished run is resumed
-        figures["samples_per_second"] = args.batch_size / float(np.median(steps))
-        figures["data_wait_share"] = float(waits[1:].sum() / steps.sum())
+    steady = slice(1, None) if len(waits) > 1 else slice(None)  # the first step starts everything up
+    seconds = (waits + works)[steady]
+    figures = {"steps": args.max_steps, "rmse": rmse, **baselines(data.training, data.validation)}
+    figures["loss"] = loss
+    figures["samples_per_second"] = args.batch_size / float(np.median(seconds)) if loss else None
+    figures["data_wait_share"] = float(waits[steady].sum() / seconds.sum()) if loss else None
     unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
     figures["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     figures["seconds"] = perf_counter() - began
-    write_aside(
-        folder / "summary.json", lambda path: path.write_text(json.dumps(figures, indent=2))
-    )
+    write_aside(folder / "summary.json", lambda path: path.write_text(json.dumps(figures, indent=2)))
     report(figures, folder / "fill.png")
     return figures
 
