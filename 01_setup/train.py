@@ -35,10 +35,7 @@ from torchmetrics import MeanMetric
 
 HERE = Path(__file__).parent
 TRAIN_YEARS, VALIDATION_YEARS = slice("1982", "1990"), slice("1991", "1992")
-VALIDATION_SAMPLES, VALIDATION_SEED = (
-    96,
-    1991,
-)  # not --seed: every run is judged on the same patches
+VALIDATION_SAMPLES, VALIDATION_SEED = (96, 1991)  # not --seed: every run is judged on the same patches
 
 # Successive tracks of a polar orbiter lie 25 degrees of longitude apart, 10 cells of this grid. They
 # lean 0.22 degrees of longitude a degree of latitude, and a swath of 4 cells is 1,100 km wide.
@@ -394,17 +391,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--store",
-        default=os.path.relpath(HERE / "data/navy_winds.nc"),
-        help="NetCDF file of the wind",
-    )
-    add(
-        "--variables",
-        nargs=2,
-        default=["eastward_wind", "northward_wind"],
-        help="u and v in the store",
-    )
+    add("--store", default=os.path.relpath(HERE / "data/navy_winds.nc"), help="NetCDF file of the wind")
+    add("--variables", nargs=2, default=["eastward_wind", "northward_wind"], help="u and v in the store")
     add("--patch-size", type=int, default=64, help="cells along a side of a patch")
     add("--batch-size", type=int, default=16, help="samples in the global batch")
     add("--max-steps", type=int, default=160, help="optimizer steps in the whole run")
@@ -415,26 +403,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--num-workers", type=int, default=0, help="processes that prepare batches; 0: this one")
     add("--seed", type=int, default=0, help="decides weights, order, patches, swaths and dropout")
     add("--output-dir", default=os.path.relpath(HERE / "outputs"), help="folder for the run's files")
-    add(
-        "--resume",
-        nargs="?",
-        const="last",
-        metavar="CKPT",
-        help="go on from OUTPUT_DIR/last.ckpt or CKPT",
-    )
-    add(
-        "--overfit-one-batch",
-        action="store_true",
-        help="train on step 0's batch only: a sanity check",
-    )
+    add("--resume", nargs="?", const="last", metavar="CKPT", help="go on from OUTPUT_DIR/last.ckpt or CKPT")
+    add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
     args = parser.parse_args(argv)
-    least = {
-        "batch_size": 1,
-        "max_steps": 1,
-        "validate_every": 1,
-        "checkpoint_every": 1,
-        "patch_size": 4,
-    }
+    least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 4}
     for name, value in (least | {"learning_rate": 0, "num_workers": 0, "seed": 0}).items():
         if not getattr(args, name) >= value:
             flag = f"--{name.replace('_', '-')}"
@@ -491,10 +463,7 @@ def main(argv: list[str] | None = None) -> dict:
         logger=CSVLogger(folder, "", version, flush_logs_every_n_steps=args.checkpoint_every),
         callbacks=[
             ModelCheckpoint(
-                folder,
-                "last",
-                every_n_train_steps=args.checkpoint_every,
-                enable_version_counter=False,
+                folder, "last", every_n_train_steps=args.checkpoint_every, enable_version_counter=False
             ),
             LearningRateMonitor(),
         ],
