@@ -374,7 +374,7 @@ def report(figures: dict, picture: Path) -> None:
         print(f"  {name:24} {figures[name]:.3f}")
     network, below = f"U-Net after {figures['steps']} steps", 1 - figures["rmse"] / figures["climatology"]
     print(f"  {network:24} {figures['rmse']:.3f}   {below:.0%} below climatology")
-    if figures["loss"] is not None:  # as it is when a finished run is resumed
+    if figures["samples_per_second"]:  # not when a resumed run had no step left
         share = f"{figures['data_wait_share']:.1%} of the time waiting for data"
         print(f"{figures['samples_per_second']:.1f} samples/s, {share}, last loss {figures['loss']:.4f}")
     print(f"peak memory {figures['peak_memory_gb']:.1f} GB, {figures['seconds']:.0f} s")
@@ -478,13 +478,17 @@ def main(argv: list[str] | None = None) -> dict:
     filled = data.validation.mean + data.validation.std * prediction[0].cpu().numpy()
     write_aside(folder / "fill.png", draw_fill(data.validation, 0, filled).savefig)
 
-    waits, works = np.array(data.timed.waits), np.array(data.timed.works)
-    steady = slice(1, None) if len(waits) > 1 else slice(None)  # the first step starts everything up
-    seconds = (waits + works)[steady]
-    figures = {"steps": args.max_steps, "rmse": rmse, **baselines(data.training, data.validation)}
-    figures["loss"] = loss
-    figures["samples_per_second"] = args.batch_size / float(np.median(seconds)) if loss else None
-    figures["data_wait_share"] = float(waits[steady].sum() / seconds.sum()) if loss else None
+    works = np.array(data.timed.works)[1:]  # without the first step, which starts everything up,
+    waits = np.array(data.timed.waits)[1:-1]  # and the last, which nothing follows
+    seconds = waits + works
+    figures = {
+        "steps": args.max_steps,
+        "loss": loss,
+        "rmse": rmse,
+        **baselines(data.training, data.validation),
+    }
+    figures["samples_per_second"] = args.batch_size / float(np.median(seconds)) if len(seconds) else None
+    figures["data_wait_share"] = float(waits.sum() / seconds.sum()) if len(seconds) else None
     unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
     figures["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     figures["seconds"] = perf_counter() - began
