@@ -145,6 +145,24 @@ class StepSampler(Sampler):
             yield [(0 if self.repeat_first else step, k) for k in range(self.batch_size)]
 
 
+def make_patches(args: argparse.Namespace) -> tuple[WindPatches, WindPatches]:
+    """Split the store in time, to train and to validate; statistics come from the training years only."""
+    winds, size = open_winds(args.store, args.variables), args.patch_size
+    most = min(winds.shape[2:]) // 4 * 4
+    if size % 4 or size > most:
+        reason = f"the network halves it twice and the grid is {winds.shape[2]} x {winds.shape[3]}"
+        raise InputError(f"--patch-size {size}: {reason}; give a multiple of 4 up to {most}")
+    training, validation = winds.sel(time=TRAIN_YEARS), winds.sel(time=VALIDATION_YEARS)
+    if 0 in (training.sizes["time"], validation.sizes["time"]):
+        raise InputError(f"--store {args.store}: must hold 1982-1990, to train, and 1991-1992")
+    over = ("time", "latitude", "longitude")
+    mean, std = (f(over).values[:, None, None] for f in (training.mean, training.std))
+    return (
+        WindPatches(training, mean, std, size, args.batch_size, args.seed),
+        WindPatches(validation, mean, std, size, VALIDATION_SAMPLES, VALIDATION_SEED),
+    )
+
+
 class TimedLoader:
     """A DataLoader that notes the seconds that the loop waited for each batch, and those it then worked."""
 
@@ -165,23 +183,12 @@ class TimedLoader:
 
 
 class WindData(LightningDataModule):
-    """Training and validation patches, split in time; statistics come from the training years only."""
+    """Say which patches to train and to validate on; Lightning decides when, and on which device."""
 
     def __init__(self, args: argparse.Namespace):
         super().__init__()
-        self.args, size = args, args.patch_size
-        winds = open_winds(args.store, args.variables)
-        most = min(winds.shape[2:]) // 4 * 4
-        if size % 4 or size > most:
-            reason = f"the network halves it twice and the grid is {winds.shape[2]} x {winds.shape[3]}"
-            raise InputError(f"--patch-size {size}: {reason}; give a multiple of 4 up to {most}")
-        training, validation = winds.sel(time=TRAIN_YEARS), winds.sel(time=VALIDATION_YEARS)
-        if 0 in (training.sizes["time"], validation.sizes["time"]):
-            raise InputError(f"--store {args.store}: must hold 1982-1990, to train, and 1991-1992")
-        over = ("time", "latitude", "longitude")
-        mean, std = (f(over).values[:, None, None] for f in (training.mean, training.std))
-        self.training = WindPatches(training, mean, std, size, args.batch_size, args.seed)
-        self.validation = WindPatches(validation, mean, std, size, VALIDATION_SAMPLES, VALIDATION_SEED)
+        self.args = args
+        self.training, self.validation = make_patches(args)
 
     def train_dataloader(self) -> TimedLoader:
         args = self.args
