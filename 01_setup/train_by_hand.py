@@ -15,8 +15,7 @@ import os
 import resource
 import sys
 import zlib
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter
 
@@ -30,28 +29,21 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-TRAIN_YEARS = slice("1982", "1990")
-VALIDATION_YEARS = slice("1991", "1992")
-VALIDATION_SAMPLES = 96
-VALIDATION_SEED = 1991  # not --seed: every run is judged on the same patches
-
+TRAIN_YEARS, VALIDATION_YEARS = slice("1982", "1990"), slice("1991", "1992")
+VALIDATION_SAMPLES, VALIDATION_SEED = (96, 1991)  # not --seed: every run is judged on the same patches
 # Successive tracks of a polar orbiter lie 25 degrees of longitude apart, 10 cells of this grid. They
 # lean 0.22 degrees of longitude a degree of latitude, and a swath of 4 cells is 1,100 km wide.
 TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8
-
 # Every use of randomness has a stream of its own, so that adding one never shifts another.
 ORDER_STREAM, PATCH_STREAM, MODEL_STREAM = 1, 2, 3
 
 
 class InputError(Exception):
-    """Something that the user can mend. The program prints its one line and ends with exit code 2."""
-
-
-# ---------------------------------------------------------------------------------------------- data
+    """Something that the user can mend: the program prints this one line and exits with code 2."""
 
 
 def open_winds(store: str, variables: list[str]) -> xr.DataArray:
-    """Read the wind components into memory, by name, whatever the order of the file's dimensions.
+    """Read the wind components into memory, by name, whatever the file's order of dimensions.
 
     Returns (time, component, latitude, longitude), float32, m/s, latitude from south to north.
     Raises InputError for a file that is missing or cut short, lacks a variable, or holds NaN.
@@ -61,23 +53,18 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
     try:
         dataset = xr.load_dataset(store)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"--store {store}: not a whole NetCDF file ({reason}); copy it again"
-        ) from error
-    dims = {"time", "latitude", "longitude"}
-    for name in variables:
-        if name not in dataset or set(dataset[name].dims) != dims:
-            usable = [name for name in dataset.data_vars if set(dataset[name].dims) == dims]
-            raise InputError(f"--variables {name}: not in {store}; choose from {', '.join(usable)}")
+        raise InputError(f"--store {store}: not a whole NetCDF file ({error}); copy it anew") from error
+    dims = ("time", "latitude", "longitude")
+    usable = [name for name in dataset.data_vars if set(dataset[name].dims) == set(dims)]
+    if unusable := [name for name in variables if name not in usable]:
+        names = ", ".join(usable) or f"none: it has no variable over {dims}"
+        raise InputError(f"--variables {unusable[0]}: not in {store}; choose from {names}")
     winds = dataset[variables].to_dataarray("component").astype("float32")
     winds = winds.transpose("time", "component", "latitude", "longitude").sortby("latitude")
     bad = winds.isnull().any(("component", "latitude", "longitude"))
     if bad.any():
         first = str(winds.time[bad].values[0])[:10]
-        raise InputError(
-            f"--store {store}: {int(bad.sum())} times hold NaN, first {first}; fill them"
-        )
+        raise InputError(f"--store {store}: NaN at {int(bad.sum())} times, first {first}; fill them")
     return winds
 
 
@@ -91,50 +78,40 @@ def swath_mask(rng: np.random.Generator, size: int) -> np.ndarray:
     """True where the satellite looks, (size, size): ascending or descending passes, some of them lost."""
     row, column = np.mgrid[:size, :size]
     across = column + rng.choice((-1, 1)) * TRACK_SLOPE * row + rng.uniform(0, TRACK_SPACING)
-    orbit, offset = np.divmod(across - across.min() // TRACK_SPACING * TRACK_SPACING, TRACK_SPACING)
-    lost = rng.random(int(orbit.max()) + 1) < LOST_PASSES
-    return (offset < SWATH_WIDTH) & ~lost[orbit.astype(int)]
-
-
-def sample(
-    seed: int, step: int, k: int, batch_size: int, grid: tuple[int, int, int], patch_size: int
-) -> tuple[int, int, int, np.ndarray]:
-    """Say what sample k of global step `step` is. A pure function: there is no state to lose.
-
-    `grid` counts the (times, corner rows, corner columns) to choose from. Returns the indices (time,
-    row, column) of the patch's first cell and its swath mask, (patch_size, patch_size).
-    """
-    n_times, n_rows, n_columns = grid
-    epoch, position = divmod(step * batch_size + k, n_times)
-    rng = np.random.default_rng((PATCH_STREAM, seed, step, k))
-    row, column = rng.integers(n_rows), rng.integers(n_columns)
-    return epoch_order(seed, epoch, n_times)[position], row, column, swath_mask(rng, patch_size)
+    orbit, offset = np.divmod(across, TRACK_SPACING)
+    lost = rng.random(np.ptp(orbit).astype(int) + 1) < LOST_PASSES
+    return (offset < SWATH_WIDTH) & ~lost[(orbit - orbit.min()).astype(int)]
 
 
 class WindPatches(Dataset):
-    """Patches of the wind and their swaths, addressed by (step, k) instead of a running number."""
+    """Patches of the wind and their swaths, addressed by (step, k): sample k of global step `step`."""
 
     def __init__(self, winds: xr.DataArray, mean, std, patch_size: int, batch_size: int, seed: int):
         """Take winds as open_winds returns them; mean and std are (component, 1, 1), in m/s."""
-        self.values, self.mean, self.std = winds.values, mean, std
-        self.times = winds.time.values
+        self.values, self.times = winds.values, winds.time.values
         self.latitude, self.longitude = winds.latitude.values, winds.longitude.values
-        self.patch_size, self.batch_size, self.seed = patch_size, batch_size, seed
-        n_times, _, n_rows, n_columns = winds.shape
-        spacing = abs(self.longitude[1] - self.longitude[0])
-        wraps = (
-            abs(n_columns * spacing - 360) < spacing / 2
-        )  # then a patch may cross the map's seam
-        n_corners = n_columns if wraps else n_columns - patch_size + 1
-        self.grid = (n_times, n_rows - patch_size + 1, n_corners)
+        self.mean, self.std, self.size = mean, std, patch_size
+        self.batch_size, self.seed = batch_size, seed
+        spacing = self.longitude[1] - self.longitude[0]
+        global_map = abs(len(self.longitude) * spacing - 360) < spacing / 2
+        self.last_column = len(self.longitude) - (1 if global_map else patch_size)  # else no seam to cross
 
     def sample(self, step: int, k: int) -> tuple[int, int, int, np.ndarray]:
-        return sample(self.seed, step, k, self.batch_size, self.grid, self.patch_size)
+        """Say what sample k of a step is, a pure function of (seed, step, k): there is no state to lose.
+
+        Returns (time, row, column) of the patch's first cell and the swath mask, (size, size).
+        """
+        epoch, position = divmod(step * self.batch_size + k, len(self.times))
+        time = epoch_order(self.seed, epoch, len(self.times))[position]
+        rng = np.random.default_rng((PATCH_STREAM, self.seed, step, k))
+        row = rng.integers(len(self.latitude) - self.size, endpoint=True)
+        column = rng.integers(self.last_column, endpoint=True)
+        return time, row, column, swath_mask(rng, self.size)
 
     def cut(self, field: np.ndarray, row: int, column: int) -> np.ndarray:
-        """Cut the patch at (row, column) out of a field (..., latitude, longitude)."""
-        columns = np.arange(column, column + self.patch_size)
-        return field[..., row : row + self.patch_size, :].take(columns, axis=-1, mode="wrap")
+        """Cut a patch out of a field (..., latitude, longitude), across the map's seam if need be."""
+        columns = np.arange(column, column + self.size)
+        return field[..., row : row + self.size, :].take(columns, axis=-1, mode="wrap")
 
     def __getitem__(self, index: tuple[int, int]) -> dict[str, np.ndarray]:
         """Return input (3, H, W), target (2, H, W) and weight (1, H, W), float32.
@@ -143,84 +120,65 @@ class WindPatches(Dataset):
         """
         time, row, column, seen = self.sample(*index)
         target = (self.cut(self.values[time], row, column) - self.mean) / self.std
-        cosine = np.cos(np.deg2rad(self.latitude[row : row + self.patch_size, None])).clip(0)
         seen = seen[None].astype("float32")
+        cosine = np.cos(np.deg2rad(self.latitude[row : row + self.size, None])).clip(0)
         weight = (cosine * (1 - seen)).astype("float32")
         return {"input": np.concatenate([target * seen, seen]), "target": target, "weight": weight}
 
 
-class StepSampler(Sampler[list[tuple[int, int]]]):
-    """The global batches of steps `start` to `max_steps`, each a list of (step, k).
-
-    To resume is to start at a later number: no epoch to set, no generator to restore.
-    """
+class StepSampler(Sampler):
+    """The global batch of every step from `start` on, a list of (step, k): to resume, start later."""
 
     def __init__(self, batch_size: int, start: int, max_steps: int, repeat_first: bool = False):
-        self.batch_size, self.steps, self.repeat_first = (
-            batch_size,
-            range(start, max_steps),
-            repeat_first,
-        )
+        self.batch_size, self.start, self.max_steps = batch_size, start, max_steps
+        self.repeat_first = repeat_first
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for step in self.steps:
+    def __iter__(self):
+        for step in range(self.start, self.max_steps):
             yield [(0 if self.repeat_first else step, k) for k in range(self.batch_size)]
 
 
 def make_patches(args: argparse.Namespace) -> tuple[WindPatches, WindPatches]:
-    """Split the store in time into training and validation patches, both normalised by training only."""
-    winds = open_winds(args.store, args.variables)
-    rows, columns = winds.shape[2:]
-    if args.patch_size > min(rows, columns) or args.patch_size % 4:
-        most = min(rows, columns) // 4 * 4
-        raise InputError(
-            f"--patch-size {args.patch_size}: the grid has {rows} x {columns} cells and the network "
-            f"halves it twice; give a multiple of 4, at most {most}"
-        )
+    """Split the store in time, to train and to validate; statistics come from the training years only."""
+    winds, size = open_winds(args.store, args.variables), args.patch_size
+    most = min(winds.shape[2:]) // 4 * 4
+    if size % 4 or size > most:
+        reason = f"the network halves it twice and the grid is {winds.shape[2]} x {winds.shape[3]}"
+        raise InputError(f"--patch-size {size}: {reason}; give a multiple of 4 up to {most}")
     training, validation = winds.sel(time=TRAIN_YEARS), winds.sel(time=VALIDATION_YEARS)
-    for part, years in ((training, TRAIN_YEARS), (validation, VALIDATION_YEARS)):
-        if part.sizes["time"] == 0:
-            raise InputError(
-                f"--store {args.store}: no times in {years.start}-{years.stop}; it must"
-            )
+    if 0 in (training.sizes["time"], validation.sizes["time"]):
+        raise InputError(f"--store {args.store}: must hold 1982-1990, to train, and 1991-1992")
     over = ("time", "latitude", "longitude")
-    mean, std = training.mean(over).values[:, None, None], training.std(over).values[:, None, None]
-    size, batch_size = args.patch_size, args.batch_size
+    mean, std = (f(over).values[:, None, None] for f in (training.mean, training.std))
     return (
-        WindPatches(training, mean, std, size, batch_size, args.seed),
+        WindPatches(training, mean, std, size, args.batch_size, args.seed),
         WindPatches(validation, mean, std, size, VALIDATION_SAMPLES, VALIDATION_SEED),
     )
 
 
 def baselines(training: WindPatches, validation: WindPatches) -> dict[str, float]:
-    """RMSE in m/s, over the validation set's unseen cells, of three fills that learn nothing or little:
+    """RMSE in m/s over the unseen cells of the validation set, of three fills without a network:
     the month's mean over the training years, the nearest seen cell, linear interpolation (Delaunay).
     """
-    months = training.times.astype("datetime64[M]").astype(int) % 12
-    climatology = np.stack([training.values[months == m].mean(axis=0) for m in range(12)])
+    months, kept_months = (
+        part.times.astype("datetime64[M]").astype(int) % 12 for part in (training, validation)
+    )
+    climatology = np.stack([training.values[months == month].mean(axis=0) for month in range(12)])
     squares, weights = np.zeros(3), 0.0
     for k in range(VALIDATION_SAMPLES):
         time, row, column, seen = validation.sample(0, k)
         truth = validation.cut(validation.values[time], row, column)
-        month = validation.times[time].astype("datetime64[M]").astype(int) % 12
-        unseen = ~seen
-        points, holes, values = np.argwhere(seen), np.argwhere(unseen), truth[:, seen].T
+        mean = validation.cut(climatology[kept_months[time]], row, column)
+        points, holes, values = np.argwhere(seen), np.argwhere(~seen), truth[:, seen].T
         nearest = griddata(points, values, holes, method="nearest").T
         linear = griddata(points, values, holes, method="linear").T
-        linear = np.where(np.isnan(linear), nearest, linear)  # outside the seen cells' hull
-        mean = validation.cut(climatology[month], row, column)[:, unseen]
-        weight = validation[0, k]["weight"][0, unseen]
-        fills = np.stack([mean, nearest, linear])
-        squares += (weight * (fills - truth[:, unseen]) ** 2).sum(axis=(1, 2))
+        linear = np.where(np.isnan(linear), nearest, linear)  # outside the hull of the seen cells
+        weight = validation[0, k]["weight"][0, ~seen]
+        errors = np.stack([mean[:, ~seen], nearest, linear]) - truth[:, ~seen]
+        squares += (weight * errors**2).sum(axis=(1, 2))
         weights += 2 * weight.sum()
     names = ("climatology", "nearest neighbour", "linear interpolation")
     return dict(zip(names, np.sqrt(squares / weights).tolist(), strict=True))
-
-
-# --------------------------------------------------------------------------------------------- model
 
 
 def conv_block(channels_in: int, channels_out: int) -> nn.Sequential:
@@ -268,6 +226,14 @@ def masked_loss(prediction: torch.Tensor, batch: dict[str, torch.Tensor]) -> tor
     return squares.sum() / (2 * unseen.sum())
 
 
+def check_finite(loss: torch.Tensor, step: int, batch: dict[str, torch.Tensor], seed: int) -> None:
+    """Stop before a NaN reaches the weights, and name the step and the sample that it came from."""
+    if not torch.isfinite(loss):
+        bad = [k for k, target in enumerate(batch["target"]) if not target.isfinite().all()]
+        cause = f"sample k={bad[0]} is not finite: mend the data" if bad else "lower --learning-rate"
+        raise InputError(f"step {step}: loss {loss.item()} in the batch of seed {seed}; {cause}")
+
+
 def learning_rate_factor(step: int, max_steps: int) -> float:
     """Warm-up in a straight line over a tenth of the run, then a half cosine down to zero."""
     warmup = max(1, max_steps // 10)
@@ -276,99 +242,218 @@ def learning_rate_factor(step: int, max_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (max_steps - warmup)))
 
 
-def seed_model(seed: int, step: int) -> None:
-    """Reseed dropout for one step, so that a resumed run draws what the uninterrupted one drew."""
-    torch.manual_seed(int(np.random.SeedSequence((MODEL_STREAM, seed, step)).generate_state(1)[0]))
+def model_seed(seed: int, step: int) -> int:
+    """Seed the model's own randomness from the step: a resumed run draws what the whole one drew."""
+    return int(np.random.SeedSequence((MODEL_STREAM, seed, step)).generate_state(1)[0])
 
 
-def check_finite(
-    loss: torch.Tensor, step: int, batch: dict[str, torch.Tensor], data: WindPatches
-) -> None:
-    """Stop before a NaN reaches the weights, and name the step and the samples that it came from."""
-    if torch.isfinite(loss):
-        return
-    bad = [k for k, x in enumerate(batch["target"]) if not torch.isfinite(x).all()]
-    time, row, column, _ = data.sample(step, bad[0] if bad else 0)
-    where = f"time {str(data.times[time])[:10]}, row {row}, column {column}"
-    cause = (
-        f"sample k={bad[0]} ({where}) holds values that are not finite; mend the data"
-        if bad
-        else f"all samples are finite (k=0 is {where}); lower --learning-rate"
-    )
-    raise InputError(
-        f"step {step}: the loss is {loss.item()} in the batch (seed {data.seed}, step {step}): {cause}"
-    )
-
-
-# -------------------------------------------------------------------------------------------- output
-
-
-def write_aside(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill another file and rename it: nobody meets half a file, a full disk loses nothing."""
-    aside = path.with_name(f"{path.stem}.part{path.suffix}")
+def write_aside(path: Path, write) -> None:
+    """Let `write` fill another file, then rename it: a kill or a full disk never leaves half a file."""
+    aside = path.with_name(f"part-{path.name}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(aside)
         os.replace(aside, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         aside.unlink(missing_ok=True)
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"--output-dir {path.parent}: cannot write {path.name} ({reason}); make room or choose "
-            f"another folder; what was there is untouched"
-        ) from error
-
-
-def open_output(output_dir: str) -> Path:
-    """Make the folder for a run's files, and find out now whether it can be written."""
-    folder = Path(output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--output-dir {output_dir}: cannot be made ({error.strerror}); choose another folder"
-        ) from error
-    write_aside(folder / ".probe", lambda path: path.write_text(""))
-    (folder / ".probe").unlink()
-    return folder
+        reason = f"cannot write {path.name} ({error}); make room or choose another folder"
+        raise InputError(f"--output-dir {path.parent}: {reason}") from error
 
 
 def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
     """Map the truth, what was seen, what was filled in and the error; `filled` is (2, H, W) in m/s."""
     time, row, column, seen = patches.sample(0, k)
     truth = patches.cut(patches.values[time], row, column)
-    filled = np.where(seen, truth, filled)
-    latitude = patches.latitude[row : row + patches.patch_size]
-    spacing = patches.longitude[1] - patches.longitude[0]
-    longitude = patches.longitude[column] + spacing * np.arange(patches.patch_size)
-    wind, error = (
-        {"cmap": "viridis", "vmin": 0, "vmax": 12},
-        {"cmap": "magma_r", "vmin": 0, "vmax": 6},
-    )
     panels = {
-        "truth": (truth, wind),
-        "seen by the satellite": (np.where(seen, truth, np.nan), wind),
-        "filled by the network": (filled, wind),
-        "error": (np.where(seen, np.nan, filled - truth), error),
+        "truth": truth,
+        "seen by the satellite": np.where(seen, truth, np.nan),
+        "filled by the network": np.where(seen, truth, filled),
+        "error of the filled wind": np.where(seen, np.nan, filled - truth),
     }
+    y = patches.latitude[row : row + patches.size]
+    x = patches.longitude[column] + (y - y[0])  # square cells
     figure = Figure(figsize=(11, 9), layout="constrained")
-    for axes, (title, (field, style)) in zip(
-        figure.subplots(2, 2).flat, panels.items(), strict=True
-    ):
-        speed = axes.pcolormesh(longitude, latitude, np.hypot(*field), **style)
-        if title != "error":
-            each = slice(1, None, 4)
-            axes.quiver(
-                longitude[each], latitude[each], *field[:, each, each], color="white", scale=200
-            )
-        axes.set(title=title, facecolor="0.85")
-        axes.xaxis.set_major_formatter(
-            lambda x, _: f"{abs((x + 180) % 360 - 180):.0f}°{'EW'[(x + 180) % 360 < 180]}"
-        )
-        axes.yaxis.set_major_formatter(lambda y, _: f"{abs(y):.0f}°{'SN'[y > 0]}")
-        figure.colorbar(
-            speed,
-            ax=axes,
-            label="error of the wind, m/s" if title == "error" else "wind speed, m/s",
-        )
-    figure.suptitle(f"Monthly mean surface wind, {str(patches.times[time])[:7]}")
+    for axes, (title, wind) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        colours = {"cmap": "magma_r", "vmax": 6} if "error" in title else {"cmap": "viridis", "vmax": 12}
+        mesh = axes.pcolormesh(x, y, np.hypot(*wind), vmin=0, **colours)
+        axes.quiver(x[::4], y[::4], *wind[:, ::4, ::4], color="white", scale=150)
+        axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
+        figure.colorbar(mesh, ax=axes, label="m/s")
+    figure.suptitle(f"Mean wind of {str(patches.times[time])[:7]}, a month kept from training")
     return figure
+
+
+def report(figures: dict, picture: Path) -> None:
+    """Print what a reader wants to know of a run, in one block."""
+    print("\nRMSE over the unseen cells of 1991-92, m/s")
+    for name in ("climatology", "nearest neighbour", "linear interpolation"):
+        print(f"  {name:24} {figures[name]:.3f}")
+    network, below = f"U-Net after {figures['steps']} steps", 1 - figures["rmse"] / figures["climatology"]
+    print(f"  {network:24} {figures['rmse']:.3f}   {below:.0%} below climatology")
+    if figures["samples_per_second"]:  # not when a resumed run had no step left
+        share = f"{figures['data_wait_share']:.1%} of the time waiting for data"
+        print(f"{figures['samples_per_second']:.1f} samples/s, {share}, last loss {figures['loss']:.4f}")
+    print(f"peak memory {figures['peak_memory_gb']:.1f} GB, {figures['seconds']:.0f} s")
+    print(f"picture: {picture}")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise InputError(message.removeprefix("argument "))
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--store", default=os.path.relpath(HERE / "data/navy_winds.nc"), help="NetCDF file of the wind")
+    add("--variables", nargs=2, default=["eastward_wind", "northward_wind"], help="u and v in the store")
+    add("--patch-size", type=int, default=64, help="cells along a side of a patch")
+    add("--batch-size", type=int, default=16, help="samples in the global batch")
+    add("--max-steps", type=int, default=160, help="optimizer steps in the whole run")
+    add("--learning-rate", type=float, default=3e-3, help="AdamW's, at the end of the warm-up")
+    add("--validate-every", type=int, default=40, help="steps between validations")
+    add("--checkpoint-every", type=int, default=40, help="steps between checkpoints")
+    add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
+    add("--num-workers", type=int, default=0, help="processes that prepare batches; 0: this one")
+    add("--seed", type=int, default=0, help="decides weights, order, patches, swaths and dropout")
+    add("--output-dir", default=os.path.relpath(HERE / "outputs"), help="folder for the run's files")
+    add("--resume", nargs="?", const="last", metavar="CKPT", help="go on from OUTPUT_DIR/last.ckpt or CKPT")
+    add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
+    args = parser.parse_args(argv)
+    least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 4}
+    for name, value in (least | {"learning_rate": 0, "num_workers": 0, "seed": 0}).items():
+        if not getattr(args, name) >= value:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} {getattr(args, name)}: too small; give at least {value}")
+    if args.accelerator == "gpu" and not torch.accelerator.is_available():
+        raise InputError("--accelerator gpu: this machine has none; give auto or cpu")
+    if args.resume == "last":
+        args.resume = str(Path(args.output_dir, "last.ckpt"))
+    return args
+
+
+def validate(model: UNet, loader: DataLoader, std: torch.Tensor) -> float:
+    """RMSE in m/s over the unseen cells: from summed squares and summed weights, so batches may differ."""
+    model.eval()
+    squares = weights = 0.0
+    with torch.no_grad():
+        for batch in loader:
+            batch = {name: value.to(std.device) for name, value in batch.items()}
+            error = std * (model(batch["input"]) - batch["target"])
+            squares += (batch["weight"] * error**2).sum().item()
+            weights += 2 * batch["weight"].sum().item()
+    model.train()
+    return math.sqrt(squares / weights)
+
+
+def load_checkpoint(path: str, configuration: dict, device: torch.device) -> dict:
+    """Read a checkpoint; raise InputError if it is torn or has another configuration."""
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        saved, _ = checkpoint["configuration"], checkpoint["step"]
+    except Exception as error:  # a torn file raises one of many types
+        reason = f"not a whole checkpoint of this script ({error!r})"
+        raise InputError(f"--resume {path}: {reason}; to start anew, leave --resume out") from error
+    for name, value in configuration.items():
+        if saved.get(name) != value:
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise InputError(f"{flag}: {path} has {saved.get(name)}; give that, or leave --resume out")
+    return checkpoint
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Train, judge and draw; return the headline figures (RMSE in m/s)."""
+    began = perf_counter()
+    args = parse_arguments(argv)
+    training, validation = make_patches(args)
+    names = ("variables", "patch_size", "batch_size", "max_steps", "learning_rate", "seed")
+    configuration = {name: getattr(args, name) for name in (*names, "overfit_one_batch")}
+    configuration["store"] = f"crc32 {zlib.crc32(training.values.tobytes()):08x}"
+    on_gpu = args.accelerator != "cpu" and torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
+
+    torch.manual_seed(args.seed)
+    model = UNet(dropout=0.0 if args.overfit_one_batch else 0.1).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    factor = partial(learning_rate_factor, max_steps=args.max_steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    state, start = {"model": model, "optimizer": optimizer, "schedule": schedule}, 0
+    if args.resume:
+        checkpoint = load_checkpoint(args.resume, configuration, device)
+        for name, part in state.items():
+            part.load_state_dict(checkpoint[name])
+        start = checkpoint["step"]
+    folder = Path(args.output_dir)
+    record = json.dumps(configuration, indent=2)
+    write_aside(folder / "configuration.json", lambda path: path.write_text(record))
+
+    def save_checkpoint(step: int) -> None:
+        parts = {name: part.state_dict() for name, part in state.items()}
+        checkpoint = {"step": step, "configuration": configuration, **parts}
+        write_aside(folder / "last.ckpt", lambda path: torch.save(checkpoint, path))
+
+    sampler = StepSampler(args.batch_size, start, args.max_steps, args.overfit_one_batch)
+    batches = iter(DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers))
+    samples = [(0, k) for k in range(VALIDATION_SAMPLES)]
+    validation_loader = DataLoader(validation, sampler=samples, batch_size=32)
+    std = torch.from_numpy(validation.std).to(device)
+    waits, works, value = [], [], None
+    metrics = open(folder / (f"resumed_at_{start}.csv" if args.resume else "metrics.csv"), "w", newline="")
+    log = csv.writer(metrics)
+    log.writerow(["step", "loss", "learning_rate", "wait_seconds", "work_seconds", "rmse"])
+    bar = tqdm(range(start, args.max_steps), initial=start, total=args.max_steps, unit="step")
+    for step in bar:
+        asked = perf_counter()
+        batch = next(batches)
+        given = perf_counter()
+
+        torch.manual_seed(model_seed(args.seed, step))  # for dropout
+        batch = {name: value.to(device) for name, value in batch.items()}
+        loss = masked_loss(model(batch["input"]), batch)
+        check_finite(loss, step, batch, args.seed)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rate = schedule.get_last_lr()[0]
+        schedule.step()
+        value = loss.item()  # waits until the device is done
+        waits.append(given - asked)
+        works.append(perf_counter() - given)
+
+        rmse = None
+        if (step + 1) % args.checkpoint_every == 0:
+            save_checkpoint(step + 1)
+        if (step + 1) % args.validate_every == 0:
+            rmse = validate(model, validation_loader, std)
+            bar.set_postfix(loss=f"{value:.3f}", rmse=f"{rmse:.3f}")
+        log.writerow([step, value, rate, waits[-1], works[-1], rmse])
+    metrics.close()
+    save_checkpoint(args.max_steps)
+    rmse = validate(model, validation_loader, std)
+    model.eval()
+    with torch.no_grad():
+        prediction = model(torch.from_numpy(validation[0, 0]["input"])[None].to(device))
+    filled = validation.mean + validation.std * prediction[0].cpu().numpy()
+    write_aside(folder / "fill.png", draw_fill(validation, 0, filled).savefig)
+
+    waits, works = np.array(waits)[1:], np.array(works)[1:]  # the first step starts everything up
+    seconds = waits + works
+    figures = {"steps": args.max_steps, "loss": value, "rmse": rmse, **baselines(training, validation)}
+    figures["samples_per_second"] = args.batch_size / float(np.median(seconds)) if len(seconds) else None
+    figures["data_wait_share"] = float(waits.sum() / seconds.sum()) if len(seconds) else None
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
+    figures["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    figures["seconds"] = perf_counter() - began
+    write_aside(folder / "summary.json", lambda path: path.write_text(json.dumps(figures, indent=2)))
+    report(figures, folder / "fill.png")
+    return figures
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)

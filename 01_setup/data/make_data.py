@@ -27,9 +27,7 @@ def make_winds(source: Path, target: Path) -> None:
     """
     original = xr.load_dataset(source)
     winds = (
-        original[list(COMPONENTS)]
-        .rename(COMPONENTS)
-        .rename(TIME="time", FNOCY="latitude", FNOCX="longitude")
+        original[list(COMPONENTS)].rename(COMPONENTS).rename(TIME="time", FNOCY="latitude", FNOCX="longitude")
     )
     for name in winds.data_vars:
         winds[name].attrs = {"standard_name": name, "units": "m s-1", "cell_methods": "time: mean"}
@@ -44,12 +42,7 @@ def make_winds(source: Path, target: Path) -> None:
         "source": f"{source.name}, sha256 {hashlib.sha256(source.read_bytes()).hexdigest()}",
         "license": "public domain (work of the United States Government)",
     }
-    packing = {
-        "zlib": True,
-        "complevel": 9,
-        "shuffle": True,
-        "chunksizes": winds["eastward_wind"].shape,
-    }
+    packing = {"zlib": True, "complevel": 9, "shuffle": True, "chunksizes": winds["eastward_wind"].shape}
     encoding = {name: packing | {"_FillValue": np.float32("nan")} for name in winds.data_vars}
     encoding["time"] = {"units": "hours since 1980-01-14 14:00:00", "dtype": "float64"}
     winds.to_netcdf(target, engine="h5netcdf", encoding=encoding)
