@@ -16,6 +16,7 @@ import resource
 import sys
 import warnings
 import zlib
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -34,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric
 
 HERE = Path(__file__).parent
+STORE, OUTPUTS = HERE / "data/navy_winds.nc", HERE / "outputs" / Path(__file__).stem
 TRAIN_YEARS, VALIDATION_YEARS = slice("1982", "1990"), slice("1991", "1992")
 VALIDATION_SAMPLES, VALIDATION_SEED = (96, 1991)  # not --seed: every run is judged on the same patches
 
@@ -306,6 +308,10 @@ class WindFill(LightningModule):
         self.register_buffer("std", torch.tensor(std))
         self.mean_square = MeanMetric()  # sums squares and weights over the batches
 
+    def on_train_start(self) -> None:
+        if self.global_step == 0:  # a kill before the first checkpoint then resumes from here
+            self.trainer.save_checkpoint(Path(self.trainer.checkpoint_callback.dirpath, "last.ckpt"))
+
     def on_train_batch_start(self, batch, batch_idx: int) -> None:
         torch.manual_seed(model_seed(self.configuration["seed"], self.global_step))  # for dropout
 
@@ -338,7 +344,8 @@ def write_aside(path: Path, write) -> None:
         write(aside)
         os.replace(aside, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
         reason = f"cannot write {path.name} ({error}); make room or choose another folder"
         raise InputError(f"--output-dir {path.parent}: {reason}") from error
 
@@ -352,7 +359,7 @@ class CheckpointIO(TorchCheckpointIO):
 
 
 def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
-    """Map the truth, what was seen, what was filled in and the error; `filled` is (2, H, W) in m/s."""
+    """Map the truth, what was seen, what was filled in, and the error; `filled` is (2, H, W) in m/s."""
     time, row, column, seen = patches.sample(0, k)
     truth = patches.cut(patches.values[time], row, column)
     panels = {
@@ -363,32 +370,56 @@ def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
     }
     y = patches.latitude[row : row + patches.size]
     x = patches.longitude[column] + (y - y[0])  # square cells
-    figure = Figure(figsize=(11, 9), layout="constrained")
+    figure = Figure(figsize=(10, 9), layout="constrained")
     for axes, (title, wind) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         colours = {"cmap": "magma_r", "vmax": 6} if "error" in title else {"cmap": "viridis", "vmax": 12}
         mesh = axes.pcolormesh(x, y, np.hypot(*wind), vmin=0, **colours)
-        axes.quiver(x[::4], y[::4], *wind[:, ::4, ::4], color="white", scale=150)
-        axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
-        figure.colorbar(mesh, ax=axes, label="m/s")
-    figure.suptitle(f"Mean wind of {str(patches.times[time])[:7]}, a month kept from training")
+        outline = {"edgecolor": "black", "linewidth": 0.5}  # else they vanish on the brightest cells
+        axes.quiver(x[::4], y[::4], *wind[:, ::4, ::4], color="white", scale=120, width=0.006, **outline)
+        axes.set_title(title, fontsize=15)
+        axes.set(xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
+        figure.colorbar(mesh, ax=axes, label="m/s", extend="max", shrink=0.9)
+    month = str(patches.times[time])[:7]
+    figure.suptitle(f"Mean wind of {month}, a month kept from training", fontsize=17)
     return figure
 
 
-def report(figures: dict, picture: Path) -> None:
+def measure(waits: list[float], works: list[float], batch_size: int) -> dict:
+    """Samples/s of the median step, the share of the time spent waiting for data, and peak memory.
+
+    The first step starts everything up and does not count; where there is no other, None.
+    """
+    waits, works = np.array(waits[1 : len(works)]), np.array(works[1:])
+    seconds = waits + works
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
+    return {
+        "samples_per_second": batch_size / float(np.median(seconds)) if len(seconds) else None,
+        "data_wait_share": float(waits.sum() / seconds.sum()) if len(seconds) else None,
+        "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit,
+    }
+
+
+def report(figures: dict, picture: Path, overfit: bool) -> None:
     """Print what a reader wants to know of a run, in one block."""
     print("\nRMSE over the unseen cells of 1991-92, m/s")
     for name in ("climatology", "nearest neighbour", "linear interpolation"):
         print(f"  {name:24} {figures[name]:.3f}")
-    network, below = f"U-Net after {figures['steps']} steps", 1 - figures["rmse"] / figures["climatology"]
-    print(f"  {network:24} {figures['rmse']:.3f}   {below:.0%} below climatology")
-    if figures["samples_per_second"]:  # not when a resumed run had no step left
+    network, gain = f"U-Net after {figures['steps']} steps", 1 - figures["rmse"] / figures["climatology"]
+    side = "below" if gain > 0 else "above"
+    print(f"  {network:24} {figures['rmse']:.3f}   {abs(gain):.0%} {side} climatology")
+    if figures["samples_per_second"]:  # not where a resumed run had no step left
         share = f"{figures['data_wait_share']:.1%} of the time waiting for data"
-        print(f"{figures['samples_per_second']:.1f} samples/s, {share}, last loss {figures['loss']:.4f}")
+        print(f"{figures['samples_per_second']:.1f} samples/s, {share}")
     print(f"peak memory {figures['peak_memory_gb']:.1f} GB, {figures['seconds']:.0f} s")
+    if overfit and figures["loss"]:
+        learnt = "learnt by heart" if figures["loss"] < 0.02 else "NOT learnt: take more steps, or seek a bug"
+        print(f"one batch, last loss {figures['loss']:.4f} (1 is the wind's variance): {learnt}")
     print(f"picture: {picture}")
 
 
 class Parser(argparse.ArgumentParser):
+    """Without the usage that argparse prints before an error: one line is enough."""
+
     def error(self, message: str) -> None:
         raise InputError(message.removeprefix("argument "))
 
@@ -398,18 +429,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--store", default=os.path.relpath(HERE / "data/navy_winds.nc"), help="NetCDF file of the wind")
+    add("--store", default=os.path.relpath(STORE), help="NetCDF file of the wind")
     add("--variables", nargs=2, default=["eastward_wind", "northward_wind"], help="u and v in the store")
     add("--patch-size", type=int, default=64, help="cells along a side of a patch")
-    add("--batch-size", type=int, default=16, help="samples in the global batch")
-    add("--max-steps", type=int, default=160, help="optimizer steps in the whole run")
+    add("--batch-size", type=int, default=8, help="samples in the global batch")
+    add("--max-steps", type=int, default=300, help="optimizer steps in the whole run")
     add("--learning-rate", type=float, default=3e-3, help="AdamW's, at the end of the warm-up")
-    add("--validate-every", type=int, default=40, help="steps between validations")
-    add("--checkpoint-every", type=int, default=40, help="steps between checkpoints")
+    add("--validate-every", type=int, default=100, help="steps between validations")
+    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
     add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
     add("--num-workers", type=int, default=0, help="processes that prepare batches; 0: this one")
     add("--seed", type=int, default=0, help="decides weights, order, patches, swaths and dropout")
-    add("--output-dir", default=os.path.relpath(HERE / "outputs"), help="folder for the run's files")
+    add("--output-dir", default=os.path.relpath(OUTPUTS), help="folder for the files of the run")
     add("--resume", nargs="?", const="last", metavar="CKPT", help="go on from OUTPUT_DIR/last.ckpt or CKPT")
     add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
     args = parser.parse_args(argv)
@@ -425,11 +456,30 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def check_resume(path: str, configuration: dict) -> int:
-    """Return the checkpoint's step; raise InputError if it is torn or has another configuration."""
+def describe(args: argparse.Namespace, training: WindPatches) -> dict:
+    """All that decides a run's result, and so all that a checkpoint must share with the run it resumes."""
+    names = ("variables", "patch_size", "batch_size", "max_steps", "learning_rate", "seed")
+    configuration = {name: getattr(args, name) for name in (*names, "overfit_one_batch")}
+    return configuration | {"store": f"crc32 {zlib.crc32(training.values.tobytes()):08x}"}
+
+
+def prepare_folder(folder: Path, configuration: dict, resume: bool) -> None:
+    """Record the configuration, and clear away what an earlier run earned and this one has yet to."""
+    record = json.dumps(configuration, indent=2)
+    write_aside(folder / "configuration.json", lambda path: path.write_text(record))
+    for name in ("summary.json", "fill.png"):
+        (folder / name).unlink(missing_ok=True)
+    if not resume and (folder / "last.ckpt").exists():  # for whoever forgot --resume
+        os.replace(folder / "last.ckpt", folder / "previous.ckpt")
+
+
+def load_checkpoint(path: str, configuration: dict) -> dict:
+    """Read a checkpoint; raise InputError if there is none, it is torn, or of another configuration."""
+    if not Path(path).is_file():
+        raise InputError(f"--resume {path}: no such file; to start anew, leave --resume out")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        saved, step = checkpoint["hyper_parameters"]["configuration"], checkpoint["global_step"]
+        saved, _ = checkpoint["hyper_parameters"]["configuration"], checkpoint["global_step"]
     except Exception as error:  # a torn file raises one of many types
         reason = f"not a whole checkpoint of this script ({error!r})"
         raise InputError(f"--resume {path}: {reason}; to start anew, leave --resume out") from error
@@ -437,7 +487,7 @@ def check_resume(path: str, configuration: dict) -> int:
         if saved.get(name) != value:
             flag = f"--{name.replace('_', '-')} {value}"
             raise InputError(f"{flag}: {path} has {saved.get(name)}; give that, or leave --resume out")
-    return step
+    return checkpoint
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -447,13 +497,12 @@ def main(argv: list[str] | None = None) -> dict:
     warnings.filterwarnings("ignore", module="lightning")  # folders that exist, few workers
     args = parse_arguments(argv)
     data = WindData(args)
-    names = ("variables", "patch_size", "batch_size", "max_steps", "learning_rate", "seed")
-    configuration = {name: getattr(args, name) for name in (*names, "overfit_one_batch")}
-    configuration["store"] = f"crc32 {zlib.crc32(data.training.values.tobytes()):08x}"
-    version = f"resumed_at_{check_resume(args.resume, configuration)}" if args.resume else ""
+    configuration = describe(args, data.training)
+    version = ""
+    if args.resume:
+        version = f"resumed_at_{load_checkpoint(args.resume, configuration)['global_step']}"
     folder = Path(args.output_dir)
-    record = json.dumps(configuration, indent=2)
-    write_aside(folder / "configuration.json", lambda path: path.write_text(record))
+    prepare_folder(folder, configuration, bool(args.resume))
 
     model = WindFill(configuration, data.training.mean.tolist(), data.training.std.tolist())
     trainer = Trainer(
@@ -485,28 +534,18 @@ def main(argv: list[str] | None = None) -> dict:
     filled = data.validation.mean + data.validation.std * prediction[0].cpu().numpy()
     write_aside(folder / "fill.png", draw_fill(data.validation, 0, filled).savefig)
 
-    works = np.array(data.timed.works)[1:]  # without the first step, which starts everything up,
-    waits = np.array(data.timed.waits)[1:-1]  # and the last, which nothing follows
-    seconds = waits + works
-    figures = {
-        "steps": args.max_steps,
-        "loss": loss,
-        "rmse": rmse,
-        **baselines(data.training, data.validation),
-    }
-    figures["samples_per_second"] = args.batch_size / float(np.median(seconds)) if len(seconds) else None
-    figures["data_wait_share"] = float(waits.sum() / seconds.sum()) if len(seconds) else None
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
-    figures["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    figures = {"steps": args.max_steps, "loss": loss, "rmse": rmse}
+    figures |= baselines(data.training, data.validation)
+    figures |= measure(data.timed.waits, data.timed.works, args.batch_size)
     figures["seconds"] = perf_counter() - began
     write_aside(folder / "summary.json", lambda path: path.write_text(json.dumps(figures, indent=2)))
-    report(figures, folder / "fill.png")
+    report(figures, folder / "fill.png", args.overfit_one_batch)
     return figures
 
 
 if __name__ == "__main__":
     try:
         main()
-    except InputError as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
+    except (InputError, OSError) as error:  # OSError: a log that no longer fits on the disk
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)

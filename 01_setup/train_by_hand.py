@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 import zlib
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
+STORE, OUTPUTS = HERE / "data/navy_winds.nc", HERE / "outputs" / Path(__file__).stem
 TRAIN_YEARS, VALIDATION_YEARS = slice("1982", "1990"), slice("1991", "1992")
 VALIDATION_SAMPLES, VALIDATION_SEED = (96, 1991)  # not --seed: every run is judged on the same patches
 # Successive tracks of a polar orbiter lie 25 degrees of longitude apart, 10 cells of this grid. They
@@ -255,13 +257,14 @@ def write_aside(path: Path, write) -> None:
         write(aside)
         os.replace(aside, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
         reason = f"cannot write {path.name} ({error}); make room or choose another folder"
         raise InputError(f"--output-dir {path.parent}: {reason}") from error
 
 
 def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
-    """Map the truth, what was seen, what was filled in and the error; `filled` is (2, H, W) in m/s."""
+    """Map the truth, what was seen, what was filled in, and the error; `filled` is (2, H, W) in m/s."""
     time, row, column, seen = patches.sample(0, k)
     truth = patches.cut(patches.values[time], row, column)
     panels = {
@@ -272,32 +275,56 @@ def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
     }
     y = patches.latitude[row : row + patches.size]
     x = patches.longitude[column] + (y - y[0])  # square cells
-    figure = Figure(figsize=(11, 9), layout="constrained")
+    figure = Figure(figsize=(10, 9), layout="constrained")
     for axes, (title, wind) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         colours = {"cmap": "magma_r", "vmax": 6} if "error" in title else {"cmap": "viridis", "vmax": 12}
         mesh = axes.pcolormesh(x, y, np.hypot(*wind), vmin=0, **colours)
-        axes.quiver(x[::4], y[::4], *wind[:, ::4, ::4], color="white", scale=150)
-        axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
-        figure.colorbar(mesh, ax=axes, label="m/s")
-    figure.suptitle(f"Mean wind of {str(patches.times[time])[:7]}, a month kept from training")
+        outline = {"edgecolor": "black", "linewidth": 0.5}  # else they vanish on the brightest cells
+        axes.quiver(x[::4], y[::4], *wind[:, ::4, ::4], color="white", scale=120, width=0.006, **outline)
+        axes.set_title(title, fontsize=15)
+        axes.set(xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
+        figure.colorbar(mesh, ax=axes, label="m/s", extend="max", shrink=0.9)
+    month = str(patches.times[time])[:7]
+    figure.suptitle(f"Mean wind of {month}, a month kept from training", fontsize=17)
     return figure
 
 
-def report(figures: dict, picture: Path) -> None:
+def measure(waits: list[float], works: list[float], batch_size: int) -> dict:
+    """Samples/s of the median step, the share of the time spent waiting for data, and peak memory.
+
+    The first step starts everything up and does not count; where there is no other, None.
+    """
+    waits, works = np.array(waits[1 : len(works)]), np.array(works[1:])
+    seconds = waits + works
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
+    return {
+        "samples_per_second": batch_size / float(np.median(seconds)) if len(seconds) else None,
+        "data_wait_share": float(waits.sum() / seconds.sum()) if len(seconds) else None,
+        "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit,
+    }
+
+
+def report(figures: dict, picture: Path, overfit: bool) -> None:
     """Print what a reader wants to know of a run, in one block."""
     print("\nRMSE over the unseen cells of 1991-92, m/s")
     for name in ("climatology", "nearest neighbour", "linear interpolation"):
         print(f"  {name:24} {figures[name]:.3f}")
-    network, below = f"U-Net after {figures['steps']} steps", 1 - figures["rmse"] / figures["climatology"]
-    print(f"  {network:24} {figures['rmse']:.3f}   {below:.0%} below climatology")
-    if figures["samples_per_second"]:  # not when a resumed run had no step left
+    network, gain = f"U-Net after {figures['steps']} steps", 1 - figures["rmse"] / figures["climatology"]
+    side = "below" if gain > 0 else "above"
+    print(f"  {network:24} {figures['rmse']:.3f}   {abs(gain):.0%} {side} climatology")
+    if figures["samples_per_second"]:  # not where a resumed run had no step left
         share = f"{figures['data_wait_share']:.1%} of the time waiting for data"
-        print(f"{figures['samples_per_second']:.1f} samples/s, {share}, last loss {figures['loss']:.4f}")
+        print(f"{figures['samples_per_second']:.1f} samples/s, {share}")
     print(f"peak memory {figures['peak_memory_gb']:.1f} GB, {figures['seconds']:.0f} s")
+    if overfit and figures["loss"]:
+        learnt = "learnt by heart" if figures["loss"] < 0.02 else "NOT learnt: take more steps, or seek a bug"
+        print(f"one batch, last loss {figures['loss']:.4f} (1 is the wind's variance): {learnt}")
     print(f"picture: {picture}")
 
 
 class Parser(argparse.ArgumentParser):
+    """Without the usage that argparse prints before an error: one line is enough."""
+
     def error(self, message: str) -> None:
         raise InputError(message.removeprefix("argument "))
 
@@ -307,18 +334,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--store", default=os.path.relpath(HERE / "data/navy_winds.nc"), help="NetCDF file of the wind")
+    add("--store", default=os.path.relpath(STORE), help="NetCDF file of the wind")
     add("--variables", nargs=2, default=["eastward_wind", "northward_wind"], help="u and v in the store")
     add("--patch-size", type=int, default=64, help="cells along a side of a patch")
-    add("--batch-size", type=int, default=16, help="samples in the global batch")
-    add("--max-steps", type=int, default=160, help="optimizer steps in the whole run")
+    add("--batch-size", type=int, default=8, help="samples in the global batch")
+    add("--max-steps", type=int, default=300, help="optimizer steps in the whole run")
     add("--learning-rate", type=float, default=3e-3, help="AdamW's, at the end of the warm-up")
-    add("--validate-every", type=int, default=40, help="steps between validations")
-    add("--checkpoint-every", type=int, default=40, help="steps between checkpoints")
+    add("--validate-every", type=int, default=100, help="steps between validations")
+    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
     add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
     add("--num-workers", type=int, default=0, help="processes that prepare batches; 0: this one")
     add("--seed", type=int, default=0, help="decides weights, order, patches, swaths and dropout")
-    add("--output-dir", default=os.path.relpath(HERE / "outputs"), help="folder for the run's files")
+    add("--output-dir", default=os.path.relpath(OUTPUTS), help="folder for the files of the run")
     add("--resume", nargs="?", const="last", metavar="CKPT", help="go on from OUTPUT_DIR/last.ckpt or CKPT")
     add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
     args = parser.parse_args(argv)
@@ -332,6 +359,40 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.resume == "last":
         args.resume = str(Path(args.output_dir, "last.ckpt"))
     return args
+
+
+def describe(args: argparse.Namespace, training: WindPatches) -> dict:
+    """All that decides a run's result, and so all that a checkpoint must share with the run it resumes."""
+    names = ("variables", "patch_size", "batch_size", "max_steps", "learning_rate", "seed")
+    configuration = {name: getattr(args, name) for name in (*names, "overfit_one_batch")}
+    return configuration | {"store": f"crc32 {zlib.crc32(training.values.tobytes()):08x}"}
+
+
+def prepare_folder(folder: Path, configuration: dict, resume: bool) -> None:
+    """Record the configuration, and clear away what an earlier run earned and this one has yet to."""
+    record = json.dumps(configuration, indent=2)
+    write_aside(folder / "configuration.json", lambda path: path.write_text(record))
+    for name in ("summary.json", "fill.png"):
+        (folder / name).unlink(missing_ok=True)
+    if not resume and (folder / "last.ckpt").exists():  # for whoever forgot --resume
+        os.replace(folder / "last.ckpt", folder / "previous.ckpt")
+
+
+def load_checkpoint(path: str, configuration: dict, device: torch.device) -> dict:
+    """Read a checkpoint; raise InputError if there is none, it is torn, or of another configuration."""
+    if not Path(path).is_file():
+        raise InputError(f"--resume {path}: no such file; to start anew, leave --resume out")
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        saved, _ = checkpoint["configuration"], checkpoint["step"]
+    except Exception as error:  # a torn file raises one of many types
+        reason = f"not a whole checkpoint of this script ({error!r})"
+        raise InputError(f"--resume {path}: {reason}; to start anew, leave --resume out") from error
+    for name, value in configuration.items():
+        if saved.get(name) != value:
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise InputError(f"{flag}: {path} has {saved.get(name)}; give that, or leave --resume out")
+    return checkpoint
 
 
 def validate(model: UNet, loader: DataLoader, std: torch.Tensor) -> float:
@@ -348,29 +409,12 @@ def validate(model: UNet, loader: DataLoader, std: torch.Tensor) -> float:
     return math.sqrt(squares / weights)
 
 
-def load_checkpoint(path: str, configuration: dict, device: torch.device) -> dict:
-    """Read a checkpoint; raise InputError if it is torn or has another configuration."""
-    try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
-        saved, _ = checkpoint["configuration"], checkpoint["step"]
-    except Exception as error:  # a torn file raises one of many types
-        reason = f"not a whole checkpoint of this script ({error!r})"
-        raise InputError(f"--resume {path}: {reason}; to start anew, leave --resume out") from error
-    for name, value in configuration.items():
-        if saved.get(name) != value:
-            flag = f"--{name.replace('_', '-')} {value}"
-            raise InputError(f"{flag}: {path} has {saved.get(name)}; give that, or leave --resume out")
-    return checkpoint
-
-
 def main(argv: list[str] | None = None) -> dict:
     """Train, judge and draw; return the headline figures (RMSE in m/s)."""
     began = perf_counter()
     args = parse_arguments(argv)
     training, validation = make_patches(args)
-    names = ("variables", "patch_size", "batch_size", "max_steps", "learning_rate", "seed")
-    configuration = {name: getattr(args, name) for name in (*names, "overfit_one_batch")}
-    configuration["store"] = f"crc32 {zlib.crc32(training.values.tobytes()):08x}"
+    configuration = describe(args, training)
     on_gpu = args.accelerator != "cpu" and torch.accelerator.is_available()
     device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
 
@@ -386,14 +430,15 @@ def main(argv: list[str] | None = None) -> dict:
             part.load_state_dict(checkpoint[name])
         start = checkpoint["step"]
     folder = Path(args.output_dir)
-    record = json.dumps(configuration, indent=2)
-    write_aside(folder / "configuration.json", lambda path: path.write_text(record))
+    prepare_folder(folder, configuration, bool(args.resume))
 
     def save_checkpoint(step: int) -> None:
         parts = {name: part.state_dict() for name, part in state.items()}
         checkpoint = {"step": step, "configuration": configuration, **parts}
         write_aside(folder / "last.ckpt", lambda path: torch.save(checkpoint, path))
 
+    if not args.resume:
+        save_checkpoint(0)  # a kill before the next one then resumes from here
     sampler = StepSampler(args.batch_size, start, args.max_steps, args.overfit_one_batch)
     batches = iter(DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers))
     samples = [(0, k) for k in range(VALIDATION_SAMPLES)]
@@ -403,6 +448,7 @@ def main(argv: list[str] | None = None) -> dict:
     metrics = open(folder / (f"resumed_at_{start}.csv" if args.resume else "metrics.csv"), "w", newline="")
     log = csv.writer(metrics)
     log.writerow(["step", "loss", "learning_rate", "wait_seconds", "work_seconds", "rmse"])
+
     bar = tqdm(range(start, args.max_steps), initial=start, total=args.max_steps, unit="step")
     for step in bar:
         asked = perf_counter()
@@ -423,12 +469,13 @@ def main(argv: list[str] | None = None) -> dict:
         works.append(perf_counter() - given)
 
         rmse = None
-        if (step + 1) % args.checkpoint_every == 0:
-            save_checkpoint(step + 1)
         if (step + 1) % args.validate_every == 0:
             rmse = validate(model, validation_loader, std)
             bar.set_postfix(loss=f"{value:.3f}", rmse=f"{rmse:.3f}")
         log.writerow([step, value, rate, waits[-1], works[-1], rmse])
+        if (step + 1) % args.checkpoint_every == 0:
+            save_checkpoint(step + 1)
+            metrics.flush()
     metrics.close()
     save_checkpoint(args.max_steps)
     rmse = validate(model, validation_loader, std)
@@ -438,22 +485,18 @@ def main(argv: list[str] | None = None) -> dict:
     filled = validation.mean + validation.std * prediction[0].cpu().numpy()
     write_aside(folder / "fill.png", draw_fill(validation, 0, filled).savefig)
 
-    waits, works = np.array(waits)[1:], np.array(works)[1:]  # the first step starts everything up
-    seconds = waits + works
-    figures = {"steps": args.max_steps, "loss": value, "rmse": rmse, **baselines(training, validation)}
-    figures["samples_per_second"] = args.batch_size / float(np.median(seconds)) if len(seconds) else None
-    figures["data_wait_share"] = float(waits.sum() / seconds.sum()) if len(seconds) else None
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
-    figures["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    figures = {"steps": args.max_steps, "loss": value, "rmse": rmse}
+    figures |= baselines(training, validation)
+    figures |= measure(waits, works, args.batch_size)
     figures["seconds"] = perf_counter() - began
     write_aside(folder / "summary.json", lambda path: path.write_text(json.dumps(figures, indent=2)))
-    report(figures, folder / "fill.png")
+    report(figures, folder / "fill.png", args.overfit_one_batch)
     return figures
 
 
 if __name__ == "__main__":
     try:
         main()
-    except InputError as error:
+    except (InputError, OSError) as error:  # OSError: a log that no longer fits on the disk
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)

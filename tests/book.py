@@ -256,9 +256,7 @@ def measured(results: dict) -> str:
     cores = f"{machine['cores']} core{'' if machine['cores'] == 1 else 's'}"
     spelt = {"python": "Python"}
     versions = [f"{spelt.get(name, name)} {number}" for name, number in results["versions"].items()]
-    where = (
-        f"{cores} of {machine['cpu']}, {machine['memory_gb']:g} GB, {machine['gpu'] or 'no GPU'}"
-    )
+    where = f"{cores} of {machine['cpu']}, {machine['memory_gb']:g} GB, {machine['gpu'] or 'no GPU'}"
     return f"Measured with `{results['command']}` on {where}; {', '.join(versions)}; {results['date']}."
 
 
@@ -328,9 +326,7 @@ def save(notebook: NotebookNode, path: Path) -> None:
     nbformat.validate(notebook)
     text = nbformat.writes(notebook).rstrip() + "\n"
     if len(text.encode()) > MAX_NOTEBOOK_BYTES:
-        raise ValueError(
-            f"{path} would hold {len(text.encode()) / 1e6:.1f} MB; the limit is 1.5 MB"
-        )
+        raise ValueError(f"{path} would hold {len(text.encode()) / 1e6:.1f} MB; the limit is 1.5 MB")
     (ROOT / path).write_text(text)
 
 
@@ -422,9 +418,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Bring notebooks and READMEs up to date.")
     programs = parser.add_subparsers(dest="program", required=True)
     notebooks = programs.add_parser("notebooks", help="execute notebooks and save them in place")
-    notebooks.add_argument(
-        "paths", nargs="*", type=Path, metavar="PATH", help="all if none is named"
-    )
+    notebooks.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="all if none is named")
     programs.add_parser("readme", help="fill the cog blocks of every README.md")
     options = parser.parse_args(argv)
     if options.program == "readme":

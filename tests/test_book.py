@@ -105,9 +105,7 @@ def test_a_fence_is_longer_than_the_fences_in_it() -> None:
     assert book.fence("```sh\na\n```", "text").endswith("```\n````")
 
 
-def test_help_text_ignores_the_readers_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_text_ignores_the_readers_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "program.py"
     names = ["COLUMNS", "NO_COLOR", "PYTHON_COLORS", "TERM", "FORCE_COLOR"]
     script.write_text(
@@ -143,8 +141,7 @@ def test_excerpt_is_the_source_as_written(scripts: tuple[str, str]) -> None:
 
 def test_excerpt_dedents_a_method_and_can_leave_out_docstrings(scripts: tuple[str, str]) -> None:
     assert book.excerpt(scripts[1], "Box.volume", docstring=False, link=False) == (
-        "```python\n# From the bottom.\n@property\ndef volume(self):\n"
-        "    return area(self.size) * DEPTH\n```"
+        "```python\n# From the bottom.\n@property\ndef volume(self):\n    return area(self.size) * DEPTH\n```"
     )
     assert '"""' not in book.excerpt(scripts[1], "Box", docstring=False)
 
@@ -196,9 +193,7 @@ def test_every_change_needs_a_reason_and_every_reason_a_change(scripts: tuple[st
     assert rows[2] == "| `DEPTH` | added | because DEPTH |"
     assert rows[-1] == "| `gone` | dropped | because gone |"
     wrong = {name: why for name, why in reasons.items() if name != "area"} | {"__main__": "why"}
-    with pytest.raises(
-        ValueError, match=r"no reason for area \(changed\); __main__ did not change"
-    ):
+    with pytest.raises(ValueError, match=r"no reason for area \(changed\); __main__ did not change"):
         book.what_changes_table(*scripts, wrong)
 
 
@@ -238,12 +233,9 @@ RESULTS = {
 
 
 @pytest.mark.parametrize(
-    ("section", "key"),
-    [(None, key) for key in RESULTS] + [("machine", key) for key in RESULTS["machine"]],
+    ("section", "key"), [(None, key) for key in RESULTS] + [("machine", key) for key in RESULTS["machine"]]
 )
-def test_results_must_say_how_they_were_measured(
-    tmp_path: Path, section: str | None, key: str
-) -> None:
+def test_results_must_say_how_they_were_measured(tmp_path: Path, section: str | None, key: str) -> None:
     lacking = json.loads(json.dumps(RESULTS))
     del (lacking[section] if section else lacking)[key]
     (tmp_path / "good.json").write_text(json.dumps(RESULTS))
@@ -299,10 +291,7 @@ def test_execute_runs_here_with_this_interpreter_and_the_parameters(
             json.dumps({"argv": ["/no/such/python"], "display_name": "x", "language": "python"})
         )
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
-    cells = [
-        new_code_cell("steps, name = 4, 'a'"),
-        new_code_cell("print(steps, flush=True)\nprint(name)"),
-    ]
+    cells = [new_code_cell("steps, name = 4, 'a'"), new_code_cell("print(steps, flush=True)\nprint(name)")]
     cells[0].metadata.tags = ["parameters"]
     cells.append(new_code_cell("import os, sys\nprint(sys.executable, os.getcwd())"))
     cells.append(new_code_cell("print(os.getpid())"))
@@ -368,9 +357,7 @@ def test_clean_keeps_what_a_reader_sees_and_drops_the_rest() -> None:
         (new_output("execute_result", {"text/html": f"{Path.home()}/a"}), "a path of this machine"),
     ],
 )
-def test_clean_refuses_what_a_reader_should_not_see(
-    output: nbformat.NotebookNode, problem: str
-) -> None:
+def test_clean_refuses_what_a_reader_should_not_see(output: nbformat.NotebookNode, problem: str) -> None:
     cells = [new_code_cell("a"), new_code_cell("b", outputs=[output])]
     with pytest.raises(ValueError, match=f"cell-1 shows {problem}"):
         book.clean(new_notebook(cells=cells))
@@ -487,9 +474,7 @@ def test_the_command_line_executes_and_saves_in_place(
     assert capsys.readouterr().out == f"{path}: executed, 1 kB\n"
 
 
-def test_the_command_line_fills_every_readme(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_fills_every_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(book, "ROOT", tmp_path)
     (tmp_path / "one").mkdir()
     readmes = [tmp_path / "README.md", tmp_path / "one" / "README.md"]

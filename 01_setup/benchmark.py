@@ -1,0 +1,152 @@
+"""Chapter 1: measure what the walkthrough says of the two scripts, by running them as a reader would.
+
+    uv run python benchmark.py                                # every study, about 20 minutes on two cores
+    uv run python benchmark.py scripts workers                # some of them
+    uv run python benchmark.py --save-results                 # and write results/*.json and results/fill.png
+
+Alternatives run in turn, so that a machine which slows down for a while slows all of them.
+"""
+
+import argparse
+import csv
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from tqdm import tqdm
+
+HERE = Path(__file__).parent
+LONGER = ["--max-steps", "4000", "--validate-every", "250", "--checkpoint-every", "500"]
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and greatest of some measurements."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def run(script: str, *flags: str, keep: Path | None = None) -> dict:
+    """Run a script as a program and return its summary, its log and the seconds from start to exit.
+
+    RuntimeError, with the last line that the script printed, if it fails. `keep` is where its
+    picture goes.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        began = perf_counter()
+        command = [sys.executable, script, *flags, "--output-dir", folder]
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+        seconds = perf_counter() - began
+        if done.returncode:
+            raise RuntimeError(f"{script} {' '.join(flags)}: {done.stderr.splitlines()[-1]}")
+        summary = json.loads(Path(folder, "summary.json").read_text())
+        with open(Path(folder, "metrics.csv"), newline="") as log:
+            metrics = list(csv.DictReader(log))
+        if keep:
+            keep.parent.mkdir(exist_ok=True)
+            shutil.copy(Path(folder, "fill.png"), keep)
+    return summary | {"metrics": metrics, "seconds": seconds}
+
+
+def column(metrics: list[dict], name: str) -> list[float]:
+    """The numbers of one column of a log, without the rows that leave it empty."""
+    return [float(row[name]) for row in metrics if row[name]]
+
+
+def scripts(save: bool) -> list[dict]:
+    """Both scripts as they come, with three seeds: what they reach, and how fast."""
+    names, seeds = ("train_by_hand.py", "train.py"), (0, 1, 2)
+    runs = {name: [] for name in names}
+    for seed in tqdm(seeds, "scripts"):
+        for name in names:
+            runs[name].append(run(name, "--seed", str(seed)))
+    measured = ("rmse", "samples_per_second", "data_wait_share", "peak_memory_gb", "seconds")
+    rows = []
+    for name in names:
+        row = {key: spread([one[key] for one in runs[name]]) for key in measured}
+        baselines = ("climatology", "nearest neighbour", "linear interpolation")
+        same = {key: runs[name][0][key] for key in (*baselines, "steps")}
+        rows.append({"script": name, "runs": len(seeds), **same, **row})
+    log = runs["train_by_hand.py"][0]["metrics"][1:]  # the first step starts everything up
+    rows[0]["wait_ms"] = spread([1e3 * value for value in column(log, "wait_seconds")])
+    rows[0]["work_ms"] = spread([1e3 * value for value in column(log, "work_seconds")])
+    return rows
+
+
+def workers(save: bool) -> list[dict]:
+    """The speed with 0, 1 and 2 worker processes."""
+    counts, repeats = (0, 1, 2), 5
+    runs = {count: [] for count in counts}
+    for _ in tqdm(range(repeats), "workers"):
+        for count in counts:
+            flags = ("--max-steps", "80", "--validate-every", "80", "--num-workers", str(count))
+            runs[count].append(run("train.py", *flags))
+    measured = ("samples_per_second", "data_wait_share")
+    return [
+        {"workers": count, "runs": repeats, "loss": runs[count][0]["loss"]}
+        | {key: spread([one[key] for one in runs[count]]) for key in measured}
+        for count in counts
+    ]
+
+
+def overfit(save: bool) -> list[dict]:
+    """One batch of four samples, again and again: the loss must come near zero."""
+    summary = run("train.py", "--overfit-one-batch", "--batch-size", "4")
+    losses = column(summary["metrics"], "loss")
+    return [{"steps": summary["steps"], "first_loss": losses[0], "loss": summary["loss"]}]
+
+
+def longer(save: bool) -> list[dict]:
+    """A run of 4,000 steps: how much further the same network comes, and its learning curve."""
+    summary = run("train.py", *LONGER, keep=HERE / "results/fill.png" if save else None)
+    metrics = summary.pop("metrics")
+    curve = [{"step": int(row["step"]) + 1, "rmse": float(row["rmse"])} for row in metrics if row["rmse"]]
+    losses = [round(loss, 4) for loss in column(metrics, "loss")]
+    return [{"command": f"train.py {' '.join(LONGER)}", **summary, "curve": curve, "losses": losses}]
+
+
+STUDIES = {study.__name__: study for study in (scripts, workers, overfit, longer)}
+
+
+def machine() -> dict:
+    """What the figures were measured on."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), cpu)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gb": round(memory), "gpu": gpu}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the studies that were asked for; print their rows, and save them if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all if none")
+    parser.add_argument("--save-results", action="store_true", help="write results/STUDY.json")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.studies if name not in STUDIES]:
+        parser.error(f"{unknown[0]}: no such study; choose from {', '.join(STUDIES)}")
+    versions = {"python": platform.python_version()}
+    versions |= {name: version(name).split("+")[0] for name in ("torch", "lightning")}
+    for name in args.studies or STUDIES:
+        rows = STUDIES[name](args.save_results)
+        print(json.dumps(rows, indent=2))
+        if args.save_results:
+            results = {"command": f"uv run python benchmark.py {name}", "date": str(date.today())}
+            results |= {"machine": machine(), "versions": versions, "rows": rows}
+            path = HERE / "results" / f"{name}.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
