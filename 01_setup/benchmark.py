@@ -15,7 +15,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
+OUTPUTS = HERE / "outputs/benchmark"
 LONGER = ["--max-steps", "4000", "--validate-every", "250", "--checkpoint-every", "500"]
 
 
@@ -34,26 +34,21 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def run(script: str, *flags: str, keep: Path | None = None) -> dict:
-    """Run a script as a program and return its summary, its log and the seconds from start to exit.
+def run(script: str, *flags: str) -> dict:
+    """Run a script as a program and return its summary, its log (metrics) and the seconds from start to exit.
 
-    RuntimeError, with the last line that the script printed, if it fails. `keep` is where its
-    picture goes.
+    Its files stay in outputs/benchmark. RuntimeError, with the last line that it printed, if it fails.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        began = perf_counter()
-        command = [sys.executable, script, *flags, "--output-dir", folder]
-        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
-        seconds = perf_counter() - began
-        if done.returncode:
-            raise RuntimeError(f"{script} {' '.join(flags)}: {done.stderr.splitlines()[-1]}")
-        summary = json.loads(Path(folder, "summary.json").read_text())
-        with open(Path(folder, "metrics.csv"), newline="") as log:
-            metrics = list(csv.DictReader(log))
-        if keep:
-            keep.parent.mkdir(exist_ok=True)
-            shutil.copy(Path(folder, "fill.png"), keep)
-    return summary | {"metrics": metrics, "seconds": seconds}
+    began = perf_counter()
+    command = [sys.executable, script, *flags, "--output-dir", OUTPUTS]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    seconds = perf_counter() - began
+    if done.returncode:
+        raise RuntimeError(f"{script} {' '.join(flags)}: {done.stderr.splitlines()[-1]}")
+    summary = json.loads((OUTPUTS / "summary.json").read_text())
+    with open(OUTPUTS / "metrics.csv", newline="") as log:
+        metrics = list(csv.DictReader(log))
+    return summary | {"metrics": metrics, "wall_seconds": seconds}
 
 
 def column(metrics: list[dict], name: str) -> list[float]:
@@ -61,27 +56,28 @@ def column(metrics: list[dict], name: str) -> list[float]:
     return [float(row[name]) for row in metrics if row[name]]
 
 
-def scripts(save: bool) -> list[dict]:
+def scripts() -> list[dict]:
     """Both scripts as they come, with three seeds: what they reach, and how fast."""
     names, seeds = ("train_by_hand.py", "train.py"), (0, 1, 2)
     runs = {name: [] for name in names}
     for seed in tqdm(seeds, "scripts"):
         for name in names:
             runs[name].append(run(name, "--seed", str(seed)))
-    measured = ("rmse", "samples_per_second", "data_wait_share", "peak_memory_gb", "seconds")
+    measured = ("rmse", "samples_per_second", "data_wait_share", "peak_memory_gb", "wall_seconds")
     rows = []
     for name in names:
         row = {key: spread([one[key] for one in runs[name]]) for key in measured}
+        summary = {key: value for key, value in runs[name][0].items() if key != "metrics"}
         baselines = ("climatology", "nearest neighbour", "linear interpolation")
-        same = {key: runs[name][0][key] for key in (*baselines, "steps")}
-        rows.append({"script": name, "runs": len(seeds), **same, **row})
+        same = {key: summary[key] for key in (*baselines, "steps")}
+        rows.append({"script": name, "runs": len(seeds), **same, **row, "summary": summary})
     log = runs["train_by_hand.py"][0]["metrics"][1:]  # the first step starts everything up
     rows[0]["wait_ms"] = spread([1e3 * value for value in column(log, "wait_seconds")])
     rows[0]["work_ms"] = spread([1e3 * value for value in column(log, "work_seconds")])
     return rows
 
 
-def workers(save: bool) -> list[dict]:
+def workers() -> list[dict]:
     """The speed with 0, 1 and 2 worker processes."""
     counts, repeats = (0, 1, 2), 5
     runs = {count: [] for count in counts}
@@ -97,20 +93,22 @@ def workers(save: bool) -> list[dict]:
     ]
 
 
-def overfit(save: bool) -> list[dict]:
+def overfit() -> list[dict]:
     """One batch of four samples, again and again: the loss must come near zero."""
     summary = run("train.py", "--overfit-one-batch", "--batch-size", "4")
     losses = column(summary["metrics"], "loss")
     return [{"steps": summary["steps"], "first_loss": losses[0], "loss": summary["loss"]}]
 
 
-def longer(save: bool) -> list[dict]:
+def longer() -> list[dict]:
     """A run of 4,000 steps: how much further the same network comes, and its learning curve."""
-    summary = run("train.py", *LONGER, keep=HERE / "results/fill.png" if save else None)
-    metrics = summary.pop("metrics")
-    curve = [{"step": int(row["step"]) + 1, "rmse": float(row["rmse"])} for row in metrics if row["rmse"]]
-    losses = [round(loss, 4) for loss in column(metrics, "loss")]
-    return [{"command": f"train.py {' '.join(LONGER)}", **summary, "curve": curve, "losses": losses}]
+    summary = run("train.py", *LONGER)
+    curve = [  # without the validation that follows the last step's own
+        {"step": int(row["step"]) + 1, "rmse": float(row["rmse"])}
+        for row in summary.pop("metrics")
+        if row["rmse"] and int(row["step"]) < summary["steps"]
+    ]
+    return [{"command": f"train.py {' '.join(LONGER)}", **summary, "curve": curve}]
 
 
 STUDIES = {study.__name__: study for study in (scripts, workers, overfit, longer)}
@@ -138,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     versions = {"python": platform.python_version()}
     versions |= {name: version(name).split("+")[0] for name in ("torch", "lightning")}
     for name in args.studies or STUDIES:
-        rows = STUDIES[name](args.save_results)
+        rows = STUDIES[name]()
         print(json.dumps(rows, indent=2))
         if args.save_results:
             results = {"command": f"uv run python benchmark.py {name}", "date": str(date.today())}
@@ -146,6 +144,8 @@ def main(argv: list[str] | None = None) -> None:
             path = HERE / "results" / f"{name}.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(results, indent=1) + "\n")
+            if name == "longer":
+                shutil.copy(OUTPUTS / "fill.png", path.with_name("fill.png"))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
     """Read the wind components into memory, by name, whatever the file's order of dimensions.
 
     Returns (time, component, latitude, longitude), float32, m/s, latitude from south to north.
-    Raises InputError for a file that is missing or cut short, lacks a variable, or holds NaN.
+    Raises InputError for a file that is missing or cut short, lacks a variable, or is not finite.
     """
     if not Path(store).is_file():
         raise InputError(f"--store {store}: no such file; give the path of a NetCDF file")
@@ -70,10 +70,12 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
         raise InputError(f"--variables {unusable[0]}: not in {store}; choose from {names}")
     winds = dataset[variables].to_dataarray("component").astype("float32")
     winds = winds.transpose("time", "component", "latitude", "longitude").sortby("latitude")
-    bad = winds.isnull().any(("component", "latitude", "longitude"))
+    bad = ~np.isfinite(winds).all(("component", "latitude", "longitude"))
     if bad.any():
         first = str(winds.time[bad].values[0])[:10]
-        raise InputError(f"--store {store}: NaN at {int(bad.sum())} times, first {first}; fill them")
+        raise InputError(
+            f"--store {store}: NaN or infinity at {int(bad.sum())} times, first {first}; mend it"
+        )
     return winds
 
 

@@ -48,7 +48,7 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
     """Read the wind components into memory, by name, whatever the file's order of dimensions.
 
     Returns (time, component, latitude, longitude), float32, m/s, latitude from south to north.
-    Raises InputError for a file that is missing or cut short, lacks a variable, or holds NaN.
+    Raises InputError for a file that is missing or cut short, lacks a variable, or is not finite.
     """
     if not Path(store).is_file():
         raise InputError(f"--store {store}: no such file; give the path of a NetCDF file")
@@ -63,10 +63,12 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
         raise InputError(f"--variables {unusable[0]}: not in {store}; choose from {names}")
     winds = dataset[variables].to_dataarray("component").astype("float32")
     winds = winds.transpose("time", "component", "latitude", "longitude").sortby("latitude")
-    bad = winds.isnull().any(("component", "latitude", "longitude"))
+    bad = ~np.isfinite(winds).all(("component", "latitude", "longitude"))
     if bad.any():
         first = str(winds.time[bad].values[0])[:10]
-        raise InputError(f"--store {store}: NaN at {int(bad.sum())} times, first {first}; fill them")
+        raise InputError(
+            f"--store {store}: NaN or infinity at {int(bad.sum())} times, first {first}; mend it"
+        )
     return winds
 
 
@@ -395,6 +397,18 @@ def load_checkpoint(path: str, configuration: dict, device: torch.device) -> dic
     return checkpoint
 
 
+def train_step(model, optimizer, schedule, batch: dict, step: int, seed: int) -> float:
+    """Forward, loss, backward, update: one optimizer step. Returns the loss."""
+    torch.manual_seed(model_seed(seed, step))  # for dropout
+    loss = masked_loss(model(batch["input"]), batch)
+    check_finite(loss, step, batch, seed)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+    return loss.item()  # waits until the device is done, so that the clock does too
+
+
 def validate(model: UNet, loader: DataLoader, std: torch.Tensor) -> float:
     """RMSE in m/s over the unseen cells: from summed squares and summed weights, so batches may differ."""
     model.eval()
@@ -444,7 +458,7 @@ def main(argv: list[str] | None = None) -> dict:
     samples = [(0, k) for k in range(VALIDATION_SAMPLES)]
     validation_loader = DataLoader(validation, sampler=samples, batch_size=32)
     std = torch.from_numpy(validation.std).to(device)
-    waits, works, value = [], [], None
+    waits, works, loss = [], [], None
     metrics = open(folder / (f"resumed_at_{start}.csv" if args.resume else "metrics.csv"), "w", newline="")
     log = csv.writer(metrics)
     log.writerow(["step", "loss", "learning_rate", "wait_seconds", "work_seconds", "rmse"])
@@ -454,25 +468,17 @@ def main(argv: list[str] | None = None) -> dict:
         asked = perf_counter()
         batch = next(batches)
         given = perf_counter()
-
-        torch.manual_seed(model_seed(args.seed, step))  # for dropout
         batch = {name: value.to(device) for name, value in batch.items()}
-        loss = masked_loss(model(batch["input"]), batch)
-        check_finite(loss, step, batch, args.seed)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
         rate = schedule.get_last_lr()[0]
-        schedule.step()
-        value = loss.item()  # waits until the device is done
+        loss = train_step(model, optimizer, schedule, batch, step, args.seed)
         waits.append(given - asked)
         works.append(perf_counter() - given)
 
         rmse = None
         if (step + 1) % args.validate_every == 0:
             rmse = validate(model, validation_loader, std)
-            bar.set_postfix(loss=f"{value:.3f}", rmse=f"{rmse:.3f}")
-        log.writerow([step, value, rate, waits[-1], works[-1], rmse])
+            bar.set_postfix(loss=f"{loss:.3f}", rmse=f"{rmse:.3f}")
+        log.writerow([step, loss, rate, waits[-1], works[-1], rmse])
         if (step + 1) % args.checkpoint_every == 0:
             save_checkpoint(step + 1)
             metrics.flush()
@@ -485,7 +491,7 @@ def main(argv: list[str] | None = None) -> dict:
     filled = validation.mean + validation.std * prediction[0].cpu().numpy()
     write_aside(folder / "fill.png", draw_fill(validation, 0, filled).savefig)
 
-    figures = {"steps": args.max_steps, "loss": value, "rmse": rmse}
+    figures = {"steps": args.max_steps, "loss": loss, "rmse": rmse}
     figures |= baselines(training, validation)
     figures |= measure(waits, works, args.batch_size)
     figures["seconds"] = perf_counter() - began

@@ -135,6 +135,21 @@ def _docstring_lines(definition: ast.stmt, lines: list[str]) -> set[int]:
     return found
 
 
+def _target(path: Path) -> str:
+    """The path as seen from the README that cog is filling; its name alone when none is."""
+    reader = getattr(sys.modules.get("cog"), "inFile", path)
+    return Path(os.path.relpath(path, (ROOT / reader).parent)).as_posix()
+
+
+def line(script: str, text: str) -> str:
+    """A link to the one line of a script that holds `text`, and shows it; LookupError if not just one does."""
+    lines = (ROOT / script).read_text().splitlines()
+    numbers = [number for number, source in enumerate(lines, 1) if text in source]
+    if len(numbers) != 1:
+        raise LookupError(f"{script}: {len(numbers)} lines hold `{text}`")
+    return f"[`{text.strip()}`]({_target(ROOT / script)}#L{numbers[0]})"
+
+
 def excerpt(script: str, *names: str, docstring: bool = True, link: bool = True) -> str:
     """The named definitions of a script, as they are written, in one fenced block.
 
@@ -144,8 +159,7 @@ def excerpt(script: str, *names: str, docstring: bool = True, link: bool = True)
     path = ROOT / script
     text = path.read_text()
     lines = text.splitlines()
-    reader = getattr(sys.modules.get("cog"), "inFile", path)
-    target = Path(os.path.relpath(path, (ROOT / reader).parent)).as_posix()
+    target = _target(path)
     sources, links = [], []
     for name in names:
         body = ast.parse(text).body
