@@ -61,8 +61,8 @@ def open_winds(store: str, variables: list[str]) -> xr.DataArray:
         raise InputError(f"--store {store}: no such file; give the path of a NetCDF file")
     try:
         dataset = xr.load_dataset(store)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--store {store}: not a whole NetCDF file ({error}); copy it anew") from error
+    except (OSError, ValueError) as error:  # xarray's message runs over several lines
+        raise InputError(f"--store {store}: not a whole NetCDF file; copy it anew") from error
     dims = ("time", "latitude", "longitude")
     usable = [name for name in dataset.data_vars if set(dataset[name].dims) == set(dims)]
     if unusable := [name for name in variables if name not in usable]:

@@ -325,7 +325,7 @@ def clean(notebook: NotebookNode) -> NotebookNode:
         cell.metadata = NotebookNode(kept)
         for output in cell.get("outputs", []):
             text = output_text(output)
-            if output.get("name") == "stderr" or "jupyter.widget-view" in text:
+            if output.get("name") == "stderr" or re.search(r"jupyter\.widget-view|it/s\]", text):
                 raise ValueError(f"cell-{number} shows a warning or a progress bar: {text[:500]}")
             if any(path in text for path in private):
                 raise ValueError(f"cell-{number} shows a path of this machine: {text[:500]}")

@@ -74,6 +74,7 @@ def _child(script: str, argv: list[str], output: str, faults: dict[str, int]) ->
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}/{name}", os.O_CREAT | os.O_WRONLY), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    multiprocessing.set_start_method(None, force=True)  # the platform's own, not this process's forkserver
     os.chdir(Path(script).parent)
     sys.path.insert(0, str(Path(script).parent))
     sys.argv = [Path(script).name, *argv]

@@ -17,7 +17,7 @@ import pytest
 import torch
 import xarray as xr
 from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 CHAPTER = book.ROOT / "01_setup"
 README = CHAPTER / "README.md"
@@ -249,7 +249,8 @@ def test_baselines_are_exact_where_they_should_be() -> None:
         slope = np.linspace(0, 10, 73, dtype="float32")[None, None, :, None] * (1 if part is training else -1)
         part.values = np.broadcast_to(slope, part.values.shape).copy()
     figures = chapter.baselines(training, validation)
-    assert figures["linear interpolation"] < 0.1 < figures["climatology"]
+    # Not exact at the rims, outside the hull of the seen cells, where it takes the nearest one.
+    assert figures["linear interpolation"] < 0.05 * figures["climatology"]
 
 
 def test_the_learning_rate_warms_up_each_step_then_falls_to_zero() -> None:
@@ -372,7 +373,7 @@ def test_the_two_scripts_agree_step_by_step(whole: dict[str, Path]) -> None:
 def test_a_run_killed_at_any_step_resumes_to_the_bit(
     script: str, step: int, tmp_path: Path, whole: dict
 ) -> None:
-    flags = [*SMALL, "--output-dir", tmp_path, "--num-workers", 2 * (step % 2)]
+    flags = [*SMALL, "--output-dir", tmp_path, "--num-workers", 2 if step == 4 else 0]
     assert programs.run(script, *flags, kill_at_step=step).code == -9
     assert not (tmp_path / "summary.json").exists()
     programs.require_success(script, *flags, "--resume")
@@ -429,9 +430,9 @@ class Recorder(LightningModule):
         if self.global_step == self.stop_after:
             self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "last.ckpt"))
             raise RuntimeError("killed")
-        self.given += batch[0].flatten().int().tolist()
+        self.given += batch.flatten().int().tolist()
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-        return (self.weight * batch[0]).mean()
+        return (self.weight * batch).mean()
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
@@ -453,12 +454,16 @@ def fit(module: Recorder, loader, folder: Path, **options) -> Recorder:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_shuffling_loader_resumes_to_other_samples_and_a_step_sampler_to_the_same(tmp_path: Path) -> None:
-    def loader(start: int, plain: bool) -> DataLoader:
-        dataset = TensorDataset(torch.arange(32.0)[:, None])
+    class Numbers(torch.utils.data.Dataset):
+        def __getitem__(self, address: tuple[int, int]) -> torch.Tensor:
+            step, k = address
+            return torch.tensor(float(chapter.epoch_order(0, 0, 32)[4 * step + k]))
+
+    def loader(start: int, plain: bool):
         if plain:
-            return DataLoader(dataset, batch_size=4, shuffle=True)
-        order = chapter.epoch_order(0, 0, 32).tolist()
-        return DataLoader(dataset, batch_sampler=[order[4 * step : 4 * step + 4] for step in range(start, 8)])
+            return DataLoader(torch.arange(32.0), batch_size=4, shuffle=True)
+        sampler = chapter.StepSampler(4, start, 8)
+        return chapter.TimedLoader(DataLoader(Numbers(), batch_sampler=sampler), 8)
 
     for plain in (True, False):
         torch.manual_seed(0)
@@ -472,7 +477,7 @@ def test_a_shuffling_loader_resumes_to_other_samples_and_a_step_sampler_to_the_s
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_schedule_that_steps_per_epoch_never_ends_its_warm_up(tmp_path: Path) -> None:
-    dataset = DataLoader(TensorDataset(torch.ones(12, 1)))
+    dataset = DataLoader(torch.ones(12, 1))
     assert fit(Recorder("epoch"), dataset, tmp_path).rates[10] == 0.1
     assert fit(Recorder("step"), dataset, tmp_path).rates[10] == 1.0
     options = chapter.WindFill(

@@ -59,6 +59,8 @@ def make_coastline(source: Path, target: Path) -> None:
     scale, translate = (np.array(topology["transform"][key]) for key in ("scale", "translate"))
     lines = [np.cumsum(arc, axis=0) * scale + translate for arc in topology["arcs"]]
     points = np.concatenate([np.vstack([line, [np.nan, np.nan]]) for line in lines])
+    jumps = np.flatnonzero(np.abs(np.diff(points[:, 0])) > 180)  # from one edge of the map to the other
+    points = np.insert(points, jumps + 1, np.nan, axis=0)
     np.savetxt(target, points, fmt="%.2f", delimiter=",", header="longitude,latitude", comments="")
 
 
