@@ -243,7 +243,7 @@ def learning_rate_factor(step: int, max_steps: int) -> float:
     warmup = max(1, max_steps // 10)
     if step < warmup:
         return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (max_steps - warmup)))
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, max_steps - warmup)))
 
 
 def model_seed(seed: int, step: int) -> int:

@@ -259,6 +259,7 @@ def test_the_learning_rate_warms_up_each_step_then_falls_to_zero() -> None:
     assert factors[9] == factors[10] == 1
     assert all(before > after for before, after in pairwise(factors[10:]))
     assert 0 < factors[-1] < 0.01
+    assert [chapter.learning_rate_factor(step, 1) for step in (0, 1)] == [1, 1]  # PyTorch asks once more
 
 
 # --------------------------------------------------------------------------------- as a reader runs it

@@ -215,3 +215,9 @@ def test_requirements_txt_is_what_uv_locked() -> None:
     written = (book.ROOT / "requirements.txt").read_text()
     without_header = [re.sub(r"\A(#.*\n)+", "", text) for text in (written, exported.stdout)]
     assert without_header[0] == without_header[1] != ""
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    command = next(line for line in book.commands(book.ROOT / "README.md") if line.endswith("pytest"))
+    assert command.startswith("pip install uv && ")
+    assert (book.ROOT / ".ci/run").read_text().splitlines()[-1] == command.rpartition("&& ")[2]
