@@ -506,3 +506,5 @@ if __name__ == "__main__":
     except (InputError, OSError) as error:  # OSError: a log that no longer fits on the disk
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; --resume goes on from the last checkpoint")

@@ -648,7 +648,7 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint(script: str, tmp_path: P
 
 
 def test_the_notebook_runs_with_reduced_settings() -> None:
-    book.execute(CHAPTER / "notebook.ipynb", {"MAX_STEPS": 4}, timeout=240)
+    book.execute(CHAPTER / "notebook.ipynb", {"MAX_STEPS": 4}, timeout=600)
 
 
 def test_results_hold_what_the_issue_of_honesty_asks_for() -> None:
