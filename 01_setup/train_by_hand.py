@@ -32,7 +32,7 @@ from tqdm import tqdm
 HERE = Path(__file__).parent
 STORE, OUTPUTS = HERE / "data/navy_winds.nc", HERE / "outputs" / Path(__file__).stem
 TRAIN_YEARS, VALIDATION_YEARS = slice("1982", "1990"), slice("1991", "1992")
-VALIDATION_SAMPLES, VALIDATION_SEED = (96, 1991)  # not --seed: every run is judged on the same patches
+VALIDATION_SAMPLES, VALIDATION_SEED = 96, 1991  # not --seed: every run is judged on the same patches
 # Successive tracks of a polar orbiter lie 25 degrees of longitude apart, 10 cells of this grid. They
 # lean 0.22 degrees of longitude a degree of latitude, and a swath of 4 cells is 1,100 km wide.
 TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8

@@ -651,7 +651,7 @@ def test_the_notebook_runs_with_reduced_settings() -> None:
     book.execute(CHAPTER / "notebook.ipynb", {"MAX_STEPS": 4}, timeout=600)
 
 
-def test_results_hold_what_the_issue_of_honesty_asks_for() -> None:
+def test_the_committed_results_keep_their_promises() -> None:
     scripts = book.results("01_setup/results/scripts.json")["rows"]
     assert [row["script"] for row in scripts] == ["train_by_hand.py", "train.py"]
     for row in scripts:

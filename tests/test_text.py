@@ -2,6 +2,7 @@
 
 import ast
 import io
+import json
 import re
 import shlex
 import shutil
@@ -136,6 +137,14 @@ def test_a_notebook_is_committed_executed_and_clean(path: Path) -> None:
     assert [text[:300] for text in texts if machine.search(text)] == []
     assert path.stat().st_size <= book.MAX_NOTEBOOK_BYTES
     assert book.clean(notebook) == notebook
+
+
+def test_the_readmes_kernel_command_registers_the_kernel_that_notebooks_name(tmp_path: Path) -> None:
+    command = next(line for line in book.commands(book.ROOT / "README.md") if "ipykernel install" in line)
+    words = shlex.split(command.replace("--user", f"--prefix {shlex.quote(str(tmp_path))}"))
+    require_success(sys.executable, *words[words.index("python") + 1 :])
+    registered = tmp_path / "share/jupyter/kernels" / book.KERNELSPEC["name"] / "kernel.json"
+    assert json.loads(registered.read_text())["display_name"] == book.KERNELSPEC["display_name"]
 
 
 # ------------------------------------------------------------------------------------------- scripts
