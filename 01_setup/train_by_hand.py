@@ -84,7 +84,9 @@ def swath_mask(rng: np.random.Generator, size: int) -> np.ndarray:
     across = column + rng.choice((-1, 1)) * TRACK_SLOPE * row + rng.uniform(0, TRACK_SPACING)
     orbit, offset = np.divmod(across, TRACK_SPACING)
     lost = rng.random(np.ptp(orbit).astype(int) + 1) < LOST_PASSES
-    return (offset < SWATH_WIDTH) & ~lost[(orbit - orbit.min()).astype(int)]
+    inside = offset < SWATH_WIDTH
+    seen = inside & ~lost[(orbit - orbit.min()).astype(int)]
+    return seen if seen.sum() >= size else inside  # of a small patch, every pass may be lost
 
 
 class WindPatches(Dataset):
@@ -351,7 +353,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--resume", nargs="?", const="last", metavar="CKPT", help="go on from OUTPUT_DIR/last.ckpt or CKPT")
     add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
     args = parser.parse_args(argv)
-    least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 4}
+    least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 16}
     for name, value in (least | {"learning_rate": 0, "num_workers": 0, "seed": 0}).items():
         if not getattr(args, name) >= value:
             flag = f"--{name.replace('_', '-')}"

@@ -253,6 +253,14 @@ def test_baselines_are_exact_where_they_should_be() -> None:
     assert figures["linear interpolation"] < 0.05 * figures["climatology"]
 
 
+@pytest.mark.parametrize("size", range(16, 73, 4))
+def test_every_patch_size_that_is_allowed_has_something_seen_and_baselines(size: int) -> None:
+    masks = [chapter.swath_mask(np.random.default_rng((size, seed)), size) for seed in range(2000)]
+    assert min(mask.sum() for mask in masks) >= size
+    figures = chapter.baselines(*patches("--patch-size", size))
+    assert all(1.5 < figure < 2.5 for figure in figures.values())
+
+
 def test_the_learning_rate_warms_up_each_step_then_falls_to_zero() -> None:
     factors = [chapter.learning_rate_factor(step, 100) for step in range(100)]
     assert factors[0] == 0.1
@@ -556,6 +564,7 @@ BAD_INPUT = {
         ["--patch-size", "80"],
         r"--patch-size 80: .* 73 x 144; give a multiple of 4 up to 72",
     ),
+    "patch too small": (["--patch-size", "8"], r"--patch-size 8: too small; give at least 16"),
     "patch not halved": (["--patch-size", "30"], r"--patch-size 30: .* multiple of 4"),
     "batch size 0": (["--batch-size", "0"], r"--batch-size 0: too small; give at least 1"),
     "no steps": (["--max-steps", "0"], r"--max-steps 0: too small"),
