@@ -33,9 +33,11 @@ HERE = Path(__file__).parent
 STORE, OUTPUTS = HERE / "data/navy_winds.nc", HERE / "outputs" / Path(__file__).stem
 TRAIN_YEARS, VALIDATION_YEARS = slice("1982", "1990"), slice("1991", "1992")
 VALIDATION_SAMPLES, VALIDATION_SEED = 96, 1991  # not --seed: every run is judged on the same patches
+
 # Successive tracks of a polar orbiter lie 25 degrees of longitude apart, 10 cells of this grid. They
 # lean 0.22 degrees of longitude a degree of latitude, and a swath of 4 cells is 1,100 km wide.
 TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8
+
 # Every use of randomness has a stream of its own, so that adding one never shifts another.
 ORDER_STREAM, PATCH_STREAM, MODEL_STREAM = 1, 2, 3
 
