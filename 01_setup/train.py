@@ -485,7 +485,7 @@ def load_checkpoint(path: str, configuration: dict) -> dict:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         saved, _ = checkpoint["hyper_parameters"]["configuration"], checkpoint["global_step"]
     except Exception as error:  # a torn file raises one of many types
-        reason = f"not a whole checkpoint of this script ({error!r})"
+        reason = f"not a whole checkpoint of this script ({type(error).__name__})"
         raise InputError(f"--resume {path}: {reason}; to start anew, leave --resume out") from error
     for name, value in configuration.items():
         if saved.get(name) != value:
