@@ -657,7 +657,11 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint(script: str, tmp_path: P
 
 
 def test_the_notebook_runs_with_reduced_settings() -> None:
-    book.execute(CHAPTER / "notebook.ipynb", {"MAX_STEPS": 4}, timeout=600)
+    notebook = book.execute(CHAPTER / "notebook.ipynb", {"MAX_STEPS": 4}, timeout=600)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 8
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert printed.count("U-Net after 4 steps") == 2  # by hand, and with Lightning
 
 
 def test_the_committed_results_keep_their_promises() -> None:
