@@ -52,7 +52,7 @@ TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8
 ORDER_STREAM, PATCH_STREAM, MODEL_STREAM = 1, 2, 3
 
 BASE_BATCH = 8  # the global batch for which the default learning rate was chosen
-BOTTOM_CHANNELS, DROPOUT = 96, 0.1
+BOTTOM_CHANNELS = 96
 
 
 class InputError(Exception):
@@ -268,8 +268,9 @@ def conv_block(channels_in: int, channels_out: int) -> nn.Sequential:
 class UNet(nn.Module):
     """A small U-Net, from (batch, 3, H, W) to (batch, 2, H, W), with H and W multiples of 4."""
 
-    def __init__(self, width: int = BOTTOM_CHANNELS // 4):
+    def __init__(self, width: int = BOTTOM_CHANNELS // 4, dropout: float = 0.1):
         super().__init__()
+        self.dropout = dropout
         self.down1 = conv_block(3, width)
         self.down2 = conv_block(width, 2 * width)
         self.bottom = conv_block(2 * width, 4 * width)
@@ -285,7 +286,7 @@ class UNet(nn.Module):
         middle = self.down2(self.shrink(fine))
         coarse = self.bottom(self.shrink(middle))
         if noise is not None:
-            coarse = coarse * (noise >= DROPOUT) / (1 - DROPOUT)
+            coarse = coarse * (noise >= self.dropout) / (1 - self.dropout)
         middle = self.up2(torch.cat([self.grow(coarse), middle], dim=1))
         fine = self.up1(torch.cat([self.grow(middle), fine], dim=1))
         return self.head(fine)
@@ -317,6 +318,16 @@ def learning_rate_factor(step: int, max_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, max_steps - warmup)))
 
 
+def settle_buckets(model: nn.Module) -> None:
+    """Have DDP lay out its gradient buckets, which it does after its first backward pass, before step 0.
+
+    Where a gradient lies in its bucket decides the order in which three or more ranks add it up.
+    Without this, the first step after a resume differs from the whole run's in the last bit.
+    """
+    model(torch.zeros(1, 3, 16, 16, device=next(model.parameters()).device)).sum().backward()
+    model.zero_grad()
+
+
 class WindFill(LightningModule):
     """The U-Net, its loss, its optimizer and its metric: what is specific to the task, and no loop."""
 
@@ -325,7 +336,7 @@ class WindFill(LightningModule):
         self.save_hyperparameters()  # into each checkpoint: load_from_checkpoint needs nothing else
         self.configuration = configuration
         torch.manual_seed(configuration["seed"])  # the same weights on every rank
-        self.model = UNet()
+        self.model = UNet(dropout=0.0 if configuration["overfit_one_batch"] else 0.1)
         self.register_buffer("std", torch.tensor(std))
         self.mean_square = MeanMetric()  # sums squares and weights over the batches, then over the ranks
         self.means, self.signalled, self.stopping = [], False, False
@@ -336,6 +347,7 @@ class WindFill(LightningModule):
             raise InputError(f"--resume: the ranks found steps {steps}; put --output-dir on a shared disk")
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self.note_signal)
+        settle_buckets(self.trainer.strategy.model)
         self.last = Path(self.trainer.checkpoint_callback.dirpath, "last.ckpt")
         if self.global_step == 0:  # a kill before the first checkpoint then resumes from here
             self.trainer.save_checkpoint(self.last)
@@ -343,9 +355,11 @@ class WindFill(LightningModule):
     def note_signal(self, number: int, frame) -> None:
         self.signalled = True  # a rank that stopped here, alone, would leave the others waiting for it
 
+    def forward(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+        return self.model(x, noise)
+
     def training_step(self, batch, batch_idx: int) -> torch.Tensor:
-        noise = None if self.configuration["overfit_one_batch"] else batch["noise"]
-        loss, unseen = masked_loss(self.model(batch["input"], noise), batch)
+        loss, unseen = masked_loss(self(batch["input"], batch["noise"]), batch)
         self.means.append(torch.stack([loss.detach(), unseen]))
         return loss
 
@@ -375,7 +389,7 @@ class WindFill(LightningModule):
             counts |= {name: count + trained - counts["ready"] for name, count in counts.items()}
 
     def validation_step(self, batch, batch_idx: int) -> None:
-        error = self.std * (self.model(batch["input"]) - batch["target"])
+        error = self.std * (self(batch["input"]) - batch["target"])
         self.mean_square.update(error**2, batch["weight"])
 
     def on_validation_epoch_end(self) -> None:
@@ -622,16 +636,21 @@ def main(argv: list[str] | None = None) -> dict:
     )
     if trainer.is_global_zero:
         prepare_folder(folder, configuration, bool(args.resume))
-    trainer.fit(model, data, ckpt_path=args.resume)
-    loss = trainer.callback_metrics["loss"].item() if data.timed.waits else None
-    trainer.save_checkpoint(folder / "last.ckpt")
-    rmse = trainer.validate(model, data, verbose=False)[0]["rmse"]
+    try:
+        trainer.fit(model, data, ckpt_path=args.resume)
+        loss = trainer.callback_metrics["loss"].item() if data.timed.waits else None
+        trainer.save_checkpoint(folder / "last.ckpt")
+        rmse = trainer.validate(model, data, verbose=False)[0]["rmse"]
+    except BaseException:
+        if launcher := trainer.strategy.launcher:
+            launcher.kill(signal.SIGKILL)  # the ranks that it started would wait for this one
+        raise
     figures = {"steps": args.max_steps, "loss": loss, "rmse": rmse}
     if not trainer.is_global_zero:
         return figures
 
     with torch.no_grad():
-        prediction = model.model(torch.from_numpy(data.validation[0, 0]["input"])[None].to(model.device))
+        prediction = model(torch.from_numpy(data.validation[0, 0]["input"])[None].to(model.device))
     filled = data.validation.mean + data.validation.std * prediction[0].cpu().numpy()
     write_aside(folder / "fill.png", draw_fill(data.validation, 0, filled).savefig)
     figures |= baselines(data.training, data.validation)
@@ -642,11 +661,33 @@ def main(argv: list[str] | None = None) -> dict:
     return figures
 
 
+def explain(error: RuntimeError) -> str:
+    """Say in one line what an error of torch.distributed means to a user; raise any other again."""
+    if not (isinstance(error, distributed.DistError) or "gloo" in str(error)):
+        raise error
+    if distributed.is_initialized():
+        rank = distributed.get_rank()
+        return f"rank {rank} has lost another rank: see what that one printed; --resume goes on"
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if "EADDRINUSE" in str(error):
+        return f"MASTER_PORT {port}: another program listens there; set it to a free port"
+    return f"MASTER_ADDR {host}, MASTER_PORT {port}: not all {os.environ['WORLD_SIZE']} ranks came in time"
+
+
 if __name__ == "__main__":
+    first_on_node = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
     try:
         main()
     except (InputError, OSError) as error:  # OSError: a log that no longer fits on the disk
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        if first_on_node:  # all the ranks of a node meet the same error: say it once
+            print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Stopped as stop:
+        if first_on_node:
+            print(stop, file=sys.stderr)
+        sys.exit(143)  # as a program that SIGTERM ended: not finished
+    except RuntimeError as error:
+        print(f"{Path(__file__).name}: error: {explain(error)}", file=sys.stderr, flush=True)
+        os._exit(1 if distributed.is_initialized() else 2)  # at once: the group's threads may never end
     except KeyboardInterrupt:
         sys.exit("\nstopped; --resume goes on from the last checkpoint")

@@ -6,15 +6,19 @@ import os
 import resource
 import runpy
 import signal
+import socket
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import book
 
 CONTEXT = multiprocessing.get_context("forkserver")
-HEAVY = "lightning.pytorch torch.utils.data torchmetrics tqdm xarray h5netcdf scipy.interpolate"
+HEAVY = (
+    "lightning.pytorch torch.distributed torch.utils.data torchmetrics tqdm xarray h5netcdf scipy.interpolate"
+)
 CONTEXT.set_forkserver_preload([*HEAVY.split(), "matplotlib.figure", "matplotlib.backends.backend_agg"])
 
 
@@ -70,7 +74,12 @@ FAULTS = {
 }
 
 
-def _child(script: str, argv: list[str], output: str, faults: dict[str, int]) -> None:
+def _child(script: str, argv: list[str], output: str, faults: dict[str, int], environment: dict) -> None:
+    os.environ |= environment
+    if "OMP_NUM_THREADS" in environment:  # torch read it when it was imported, before this process was
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}/{name}", os.O_CREAT | os.O_WRONLY), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
@@ -83,22 +92,63 @@ def _child(script: str, argv: list[str], output: str, faults: dict[str, int]) ->
     runpy.run_path(script, run_name="__main__")
 
 
-def run(script: str, *argv: object, timeout: float = 120, **faults: int) -> Run:
+def _start(script: str, argv: tuple, output: Path, faults: dict[str, int], environment: dict):
+    flags, named = [str(flag) for flag in argv], {k.replace("_", " "): v for k, v in faults.items()}
+    output.mkdir()
+    arguments = (str(book.ROOT / script), flags, str(output), named, environment)
+    process = CONTEXT.Process(target=_child, args=arguments)
+    process.start()
+    return process
+
+
+def _wait(processes: list, outputs: list[Path], timeout: float, what: str) -> list[Run]:
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+    late = [process for process in processes if process.exitcode is None]
+    for process in late:
+        process.kill()
+        process.join()
+    texts = [[Path(output, name).read_text() for name in ("out", "err")] for output in outputs]
+    if late:
+        raise TimeoutError(f"{what} took more than {timeout} s; it printed {texts}")
+    return [Run(process.exitcode, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def run(
+    script: str, *argv: object, timeout: float = 120, environment: dict | None = None, **faults: int
+) -> Run:
     """Run a script of the book in its folder with these flags; TimeoutError if it does not end in time.
 
     `faults` are the keys of FAULTS, with _ for a blank, such as kill_at_step=3.
     """
-    with tempfile.TemporaryDirectory() as output:
-        flags, named = [str(flag) for flag in argv], {k.replace("_", " "): v for k, v in faults.items()}
-        process = CONTEXT.Process(target=_child, args=(str(book.ROOT / script), flags, output, named))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise TimeoutError(f"{script} {' '.join(flags)} took more than {timeout} s")
-        out, err = (Path(output, name).read_text() for name in ("out", "err"))
-    return Run(process.exitcode, out, err)
+    with tempfile.TemporaryDirectory() as folder:
+        process = _start(script, argv, Path(folder, "0"), faults, environment or {})
+        return _wait([process], [Path(folder, "0")], timeout, f"{script} {argv}")[0]
+
+
+def free_port() -> int:
+    """A TCP port of this machine on which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def run_ranks(
+    script: str, ranks: int, *argv: object, timeout: float = 120, faults: dict[int, dict] | None = None
+) -> list[Run]:
+    """Run a script as `torchrun --nproc-per-node RANKS` would; `faults` are given rank by rank."""
+    port = str(free_port())
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, str(rank)) for rank in range(ranks)]
+        processes = []
+        for rank, output in enumerate(outputs):
+            environment = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+            environment |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+            environment = {name: str(value) for name, value in environment.items()}
+            processes.append(_start(script, argv, output, (faults or {}).get(rank, {}), environment))
+        return _wait(processes, outputs, timeout, f"{script} {argv} on {ranks} ranks")
 
 
 def require_success(script: str, *argv: object, **options: float) -> Run:

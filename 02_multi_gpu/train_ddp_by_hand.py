@@ -1,0 +1,618 @@
+"""Chapter 2, by hand: fill the wind between a satellite's swaths on any number of devices, plain PyTorch.
+
+    uv run torchrun --nproc-per-node 2 train_ddp_by_hand.py            # two processes, one result
+    uv run torchrun --nproc-per-node 2 train_ddp_by_hand.py --resume   # after a kill; also on 1 or 3
+
+You should see one progress bar, whatever the number of processes, and the RMSE that one process gives.
+`train.py` beside this file does the same with Lightning. Read this one first.
+"""
+
+import argparse
+import csv
+import faulthandler
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import zlib
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from functools import lru_cache, partial
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+import xarray as xr
+from matplotlib.figure import Figure
+from scipy.interpolate import griddata
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, Sampler
+from tqdm import tqdm
+
+HERE = Path(__file__).parent
+STORE, OUTPUTS = HERE.parent / "01_setup/data/navy_winds.nc", HERE / "outputs" / Path(__file__).stem
+TRAIN_YEARS, VALIDATION_YEARS = slice("1982", "1990"), slice("1991", "1992")
+VALIDATION_SAMPLES, VALIDATION_SEED = 96, 1991  # not --seed: every run is judged on the same patches
+
+# Successive tracks of a polar orbiter lie 25 degrees of longitude apart, 10 cells of this grid. They
+# lean 0.22 degrees of longitude a degree of latitude, and a swath of 4 cells is 1,100 km wide.
+TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8
+
+# Every use of randomness has a stream of its own, so that adding one never shifts another.
+ORDER_STREAM, PATCH_STREAM, MODEL_STREAM = 1, 2, 3
+
+BASE_BATCH = 8  # the global batch for which the default learning rate was chosen
+BOTTOM_CHANNELS = 96
+
+
+class InputError(Exception):
+    """Something that the user can mend: the program prints this one line and exits with code 2."""
+
+
+class Stopped(Exception):
+    """A signal asked for an end: every rank has finished its step, and a checkpoint is written."""
+
+
+def open_winds(store: str, variables: list[str]) -> xr.DataArray:
+    """Read the wind components into memory, by name, whatever the file's order of dimensions.
+
+    Returns (time, component, latitude, longitude), float32, m/s, latitude from south to north.
+    Raises InputError for a file that is missing or cut short, lacks a variable, or is not finite.
+    """
+    if not Path(store).is_file():
+        raise InputError(f"--store {store}: no such file; give the path of a NetCDF file")
+    try:
+        dataset = xr.load_dataset(store)
+    except (OSError, ValueError) as error:  # xarray's message runs over several lines
+        raise InputError(f"--store {store}: not a whole NetCDF file; copy it anew") from error
+    dims = ("time", "latitude", "longitude")
+    usable = [name for name in dataset.data_vars if set(dataset[name].dims) == set(dims)]
+    if unusable := [name for name in variables if name not in usable]:
+        names = ", ".join(usable) or f"none: it has no variable over {dims}"
+        raise InputError(f"--variables {unusable[0]}: not in {store}; choose from {names}")
+    winds = dataset[variables].to_dataarray("component").astype("float32")
+    winds = winds.transpose("time", "component", "latitude", "longitude").sortby("latitude")
+    bad = ~np.isfinite(winds).all(("component", "latitude", "longitude"))
+    if bad.any():
+        first = str(winds.time[bad].values[0])[:10]
+        raise InputError(
+            f"--store {store}: NaN or infinity at {int(bad.sum())} times, first {first}; mend it"
+        )
+    return winds
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, n_times: int) -> np.ndarray:
+    """The order in which an epoch visits the times, (n_times,): each of them once."""
+    return np.random.default_rng((ORDER_STREAM, seed, epoch)).permutation(n_times)
+
+
+def swath_mask(rng: np.random.Generator, size: int) -> np.ndarray:
+    """True where the satellite looks, (size, size): ascending or descending passes, some of them lost."""
+    row, column = np.mgrid[:size, :size]
+    across = column + rng.choice((-1, 1)) * TRACK_SLOPE * row + rng.uniform(0, TRACK_SPACING)
+    orbit, offset = np.divmod(across, TRACK_SPACING)
+    lost = rng.random(np.ptp(orbit).astype(int) + 1) < LOST_PASSES
+    inside = offset < SWATH_WIDTH
+    seen = inside & ~lost[(orbit - orbit.min()).astype(int)]
+    return seen if seen.sum() >= size else inside  # of a small patch, every pass may be lost
+
+
+class WindPatches(Dataset):
+    """Patches of the wind and their swaths, addressed by (step, k): sample k of global step `step`."""
+
+    def __init__(self, winds: xr.DataArray, mean, std, patch_size: int, batch_size: int, seed: int):
+        """Take winds as open_winds returns them; mean and std are (component, 1, 1), in m/s."""
+        self.values, self.times = winds.values, winds.time.values
+        self.latitude, self.longitude = winds.latitude.values, winds.longitude.values
+        self.mean, self.std, self.size = mean, std, patch_size
+        self.batch_size, self.seed = batch_size, seed
+        spacing = self.longitude[1] - self.longitude[0]
+        global_map = abs(len(self.longitude) * spacing - 360) < spacing / 2
+        self.last_column = len(self.longitude) - (1 if global_map else patch_size)  # else no seam to cross
+
+    def sample(self, step: int, k: int) -> tuple[int, int, int, np.ndarray]:
+        """Say what sample k of a step is, a pure function of (seed, step, k): there is no state to lose.
+
+        Returns (time, row, column) of the patch's first cell and the swath mask, (size, size).
+        """
+        epoch, position = divmod(step * self.batch_size + k, len(self.times))
+        time = epoch_order(self.seed, epoch, len(self.times))[position]
+        rng = np.random.default_rng((PATCH_STREAM, self.seed, step, k))
+        row = rng.integers(len(self.latitude) - self.size, endpoint=True)
+        column = rng.integers(self.last_column, endpoint=True)
+        return time, row, column, swath_mask(rng, self.size)
+
+    def cut(self, field: np.ndarray, row: int, column: int) -> np.ndarray:
+        """Cut a patch out of a field (..., latitude, longitude), across the map's seam if need be."""
+        columns = np.arange(column, column + self.size)
+        return field[..., row : row + self.size, :].take(columns, axis=-1, mode="wrap")
+
+    def __getitem__(self, index: tuple[int, int]) -> dict[str, np.ndarray]:
+        """Return input (3, H, W), target (2, H, W), weight (1, H, W) and noise (channels, 1, 1), float32.
+
+        The weight is cos(latitude) in a cell that was not seen, and zero in one that was. The noise
+        decides which channels dropout leaves out: drawn for the sample, it is the same on any rank.
+        """
+        time, row, column, seen = self.sample(*index)
+        target = (self.cut(self.values[time], row, column) - self.mean) / self.std
+        seen = seen[None].astype("float32")
+        cosine = np.cos(np.deg2rad(self.latitude[row : row + self.size, None])).clip(0)
+        weight = (cosine * (1 - seen)).astype("float32")
+        noise = np.random.default_rng((MODEL_STREAM, self.seed, *index)).random((BOTTOM_CHANNELS, 1, 1), "f4")
+        inputs = np.concatenate([target * seen, seen])
+        return {"input": inputs, "target": target, "weight": weight, "noise": noise}
+
+
+class StepSampler(Sampler):
+    """This rank's slice of the global batch of every step from `start` on, in `accumulate` micro-batches,
+    each a list of (step, k): to resume, start later; on another number of ranks, slice otherwise."""
+
+    def __init__(self, args: argparse.Namespace, start: int, rank: int, world_size: int):
+        self.steps, self.repeat_first = range(start, args.max_steps), args.overfit_one_batch
+        share = args.batch_size // world_size
+        self.slice, self.size = range(rank * share, (rank + 1) * share), share // args.accumulate
+
+    def __iter__(self):
+        for step in self.steps:
+            for first in self.slice[:: self.size]:
+                yield [(0 if self.repeat_first else step, k) for k in range(first, first + self.size)]
+
+
+def make_patches(args: argparse.Namespace) -> tuple[WindPatches, WindPatches]:
+    """Split the store in time, to train and to validate; statistics come from the training years only."""
+    winds, size = open_winds(args.store, args.variables), args.patch_size
+    most = min(winds.shape[2:]) // 4 * 4
+    if size % 4 or size > most:
+        reason = f"the network halves it twice and the grid is {winds.shape[2]} x {winds.shape[3]}"
+        raise InputError(f"--patch-size {size}: {reason}; give a multiple of 4 up to {most}")
+    training, validation = winds.sel(time=TRAIN_YEARS), winds.sel(time=VALIDATION_YEARS)
+    if 0 in (training.sizes["time"], validation.sizes["time"]):
+        raise InputError(f"--store {args.store}: must hold 1982-1990, to train, and 1991-1992")
+    over = ("time", "latitude", "longitude")
+    mean, std = (f(over).values[:, None, None] for f in (training.mean, training.std))
+    return (
+        WindPatches(training, mean, std, size, args.batch_size, args.seed),
+        WindPatches(validation, mean, std, size, VALIDATION_SAMPLES, VALIDATION_SEED),
+    )
+
+
+def baselines(training: WindPatches, validation: WindPatches) -> dict[str, float]:
+    """RMSE in m/s over the unseen cells of the validation set, of three fills without a network:
+    the month's mean over the training years, the nearest seen cell, linear interpolation (Delaunay).
+    """
+    months, kept_months = (
+        part.times.astype("datetime64[M]").astype(int) % 12 for part in (training, validation)
+    )
+    climatology = np.stack([training.values[months == month].mean(axis=0) for month in range(12)])
+    squares, weights = np.zeros(3), 0.0
+    for k in range(VALIDATION_SAMPLES):
+        time, row, column, seen = validation.sample(0, k)
+        truth = validation.cut(validation.values[time], row, column)
+        mean = validation.cut(climatology[kept_months[time]], row, column)
+        points, holes, values = np.argwhere(seen), np.argwhere(~seen), truth[:, seen].T
+        nearest = griddata(points, values, holes, method="nearest").T
+        linear = griddata(points, values, holes, method="linear").T
+        linear = np.where(np.isnan(linear), nearest, linear)  # outside the hull of the seen cells
+        weight = validation[0, k]["weight"][0, ~seen]
+        errors = np.stack([mean[:, ~seen], nearest, linear]) - truth[:, ~seen]
+        squares += (weight * errors**2).sum(axis=(1, 2))
+        weights += 2 * weight.sum()
+    names = ("climatology", "nearest neighbour", "linear interpolation")
+    return dict(zip(names, np.sqrt(squares / weights).tolist(), strict=True))
+
+
+def conv_block(channels_in: int, channels_out: int) -> nn.Sequential:
+    """Two 3x3 convolutions. GroupNorm sees one sample at a time, wherever the others are computed."""
+    layers = []
+    for channels in (channels_in, channels_out):
+        layers += [
+            nn.Conv2d(channels, channels_out, 3, padding=1, padding_mode="replicate"),
+            nn.GroupNorm(8, channels_out),
+            nn.SiLU(),
+        ]
+    return nn.Sequential(*layers)
+
+
+class UNet(nn.Module):
+    """A small U-Net, from (batch, 3, H, W) to (batch, 2, H, W), with H and W multiples of 4."""
+
+    def __init__(self, width: int = BOTTOM_CHANNELS // 4, dropout: float = 0.1):
+        super().__init__()
+        self.dropout = dropout
+        self.down1 = conv_block(3, width)
+        self.down2 = conv_block(width, 2 * width)
+        self.bottom = conv_block(2 * width, 4 * width)
+        self.up2 = conv_block(4 * width + 2 * width, 2 * width)
+        self.up1 = conv_block(2 * width + width, width)
+        self.head = nn.Conv2d(width, 2, kernel_size=1)
+        self.shrink = nn.MaxPool2d(2)
+        self.grow = nn.Upsample(scale_factor=2, mode="bilinear")
+
+    def forward(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+        """With noise (batch, channels, 1, 1), uniform in [0, 1), leave out channels where it is low."""
+        fine = self.down1(x)
+        middle = self.down2(self.shrink(fine))
+        coarse = self.bottom(self.shrink(middle))
+        if noise is not None:
+            coarse = coarse * (noise >= self.dropout) / (1 - self.dropout)
+        middle = self.up2(torch.cat([self.grow(coarse), middle], dim=1))
+        fine = self.up1(torch.cat([self.grow(middle), fine], dim=1))
+        return self.head(fine)
+
+
+def masked_loss(
+    prediction: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared error of the unseen cells, weighted by cos(latitude), and their share, both over ALL cells.
+
+    Ranks have equally many cells, so means over them may be averaged. The loss is the first mean over
+    the second, and that division comes last: their own unseen cells would give a mean of means.
+    """
+    squares = batch["weight"] * (prediction - batch["target"]) ** 2
+    return squares.mean(), 1 - batch["input"][:, 2].mean()
+
+
+def check_finite(loss: float, step: int, seed: int) -> None:
+    """Stop before a NaN reaches the weights, and name the step that it came from."""
+    if not math.isfinite(loss):
+        raise InputError(f"step {step}: loss {loss} in the batch of seed {seed}; lower --learning-rate")
+
+
+def learning_rate_factor(step: int, max_steps: int) -> float:
+    """Warm-up in a straight line over a tenth of the run, then a half cosine down to zero."""
+    warmup = max(1, max_steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, max_steps - warmup)))
+
+
+def settle_buckets(model: nn.Module) -> None:
+    """Have DDP lay out its gradient buckets, which it does after its first backward pass, before step 0.
+
+    Where a gradient lies in its bucket decides the order in which three or more ranks add it up.
+    Without this, the first step after a resume differs from the whole run's in the last bit.
+    """
+    model(torch.zeros(1, 3, 16, 16, device=next(model.parameters()).device)).sum().backward()
+    model.zero_grad()
+
+
+def write_aside(path: Path, write) -> None:
+    """Let `write` fill another file, then rename it: a kill or a full disk never leaves half a file."""
+    aside = path.with_name(f"part-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(aside)
+        os.replace(aside, path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        with suppress(OSError):
+            aside.unlink()
+        reason = f"cannot write {path.name} ({error}); make room or choose another folder"
+        raise InputError(f"--output-dir {path.parent}: {reason}") from error
+
+
+def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
+    """Map the truth, what was seen, what was filled in, and the error; `filled` is (2, H, W) in m/s."""
+    time, row, column, seen = patches.sample(0, k)
+    truth = patches.cut(patches.values[time], row, column)
+    panels = {
+        "truth": truth,
+        "seen by the satellite": np.where(seen, truth, np.nan),
+        "filled by the network": np.where(seen, truth, filled),
+        "error of the filled wind": np.where(seen, np.nan, filled - truth),
+    }
+    y = patches.latitude[row : row + patches.size]
+    x = patches.longitude[column] + (y - y[0])  # square cells
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    for axes, (title, wind) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        colours = {"cmap": "magma_r", "vmax": 6} if "error" in title else {"cmap": "viridis", "vmax": 12}
+        mesh = axes.pcolormesh(x, y, np.hypot(*wind), vmin=0, **colours)
+        outline = {"edgecolor": "black", "linewidth": 0.5}  # else they vanish on the brightest cells
+        axes.quiver(x[::4], y[::4], *wind[:, ::4, ::4], color="white", scale=120, width=0.006, **outline)
+        axes.set_title(title, fontsize=15)
+        axes.set(xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
+        figure.colorbar(mesh, ax=axes, label="m/s", extend="max", shrink=0.9)
+    month = str(patches.times[time])[:7]
+    figure.suptitle(f"Mean wind of {month}, a month kept from training", fontsize=17)
+    return figure
+
+
+def measure(waits: list[float], works: list[float], batch_size: int) -> dict:
+    """Samples/s of the median step, the share of the time spent waiting for data, and peak memory.
+
+    The first step starts everything up and does not count; where there is no other, None.
+    """
+    waits, works = np.array(waits[1 : len(works)]), np.array(works[1:])
+    seconds = waits + works
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
+    return {
+        "samples_per_second": batch_size / float(np.median(seconds)) if len(seconds) else None,
+        "data_wait_share": float(waits.sum() / seconds.sum()) if len(seconds) else None,
+        "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit,
+    }
+
+
+def report(figures: dict, picture: Path, overfit: bool) -> None:
+    """Print what a reader wants to know of a run, in one block."""
+    print("\nRMSE over the unseen cells of 1991-92, m/s")
+    for name in ("climatology", "nearest neighbour", "linear interpolation"):
+        print(f"  {name:24} {figures[name]:.3f}")
+    network, gain = f"U-Net after {figures['steps']} steps", 1 - figures["rmse"] / figures["climatology"]
+    side = "below" if gain > 0 else "above"
+    print(f"  {network:24} {figures['rmse']:.3f}   {abs(gain):.0%} {side} climatology")
+    if figures["samples_per_second"]:  # not where a resumed run had no step left
+        share = f"{figures['data_wait_share']:.1%} of the time waiting for data"
+        print(f"{figures['samples_per_second']:.1f} samples/s, {share}")
+    print(f"peak memory {figures['peak_memory_gb']:.1f} GB, {figures['seconds']:.0f} s")
+    if overfit and figures["loss"]:
+        learnt = "learnt by heart" if figures["loss"] < 0.02 else "NOT learnt: take more steps, or seek a bug"
+        print(f"one batch, last loss {figures['loss']:.4f} (1 is the wind's variance): {learnt}")
+    print(f"picture: {picture}")
+
+
+RULE_HELP = f"multiply the learning rate by this function of the global batch over {BASE_BATCH}"
+RESUME_HELP = "go on from OUTPUT_DIR/last.ckpt or CKPT; auto: from last.ckpt if there is one"
+
+
+class Parser(argparse.ArgumentParser):
+    """Without the usage that argparse prints before an error: one line is enough."""
+
+    def error(self, message: str) -> None:
+        raise InputError(message.removeprefix("argument "))
+
+
+# ---HEAD-END---
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--store", default=os.path.relpath(STORE), help="NetCDF file of the wind")
+    add("--variables", nargs=2, default=["eastward_wind", "northward_wind"], help="u and v in the store")
+    add("--patch-size", type=int, default=64, help="cells along a side of a patch")
+    add("--batch-size", type=int, default=8, help="samples in the global batch")
+    add("--max-steps", type=int, default=300, help="optimizer steps in the whole run")
+    add("--learning-rate", type=float, default=3e-3, help="AdamW's, at the end of the warm-up")
+    add("--validate-every", type=int, default=100, help="steps between validations")
+    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
+    add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
+    add("--accumulate", type=int, default=1, help="micro-batches in which a rank computes its slice")
+    add("--learning-rate-rule", choices=("none", "sqrt", "linear"), default="none", help=RULE_HELP)
+    add("--timeout", type=int, default=300, help="seconds to wait for another rank before giving up")
+    add("--num-workers", type=int, default=0, help="processes that prepare batches, for each rank; 0: none")
+    add("--seed", type=int, default=0, help="decides weights, order, patches, swaths and dropout")
+    add("--output-dir", default=os.path.relpath(OUTPUTS), help="folder for the files of the run")
+    add("--resume", nargs="?", const="last", metavar="CKPT", help=RESUME_HELP)
+    add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
+    args = parser.parse_args(argv)
+    least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 16}
+    least |= {"accumulate": 1, "timeout": 1, "learning_rate": 0, "num_workers": 0, "seed": 0}
+    for name, value in least.items():
+        if not getattr(args, name) >= value:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} {getattr(args, name)}: too small; give at least {value}")
+    if args.accelerator == "gpu" and not torch.accelerator.is_available():
+        raise InputError("--accelerator gpu: this machine has none; give auto or cpu")
+    if "RANK" not in os.environ:
+        raise InputError("start it with torchrun --nproc-per-node N, where N is the number of processes")
+    ranks = int(os.environ["WORLD_SIZE"])
+    if args.batch_size % (ranks * args.accumulate):
+        reason = f"{ranks} ranks x {args.accumulate} micro-batches do not divide it; give a multiple"
+        raise InputError(f"--batch-size {args.batch_size}: {reason}")
+    ratio = args.batch_size / BASE_BATCH
+    args.learning_rate *= {"none": 1, "sqrt": math.sqrt(ratio), "linear": ratio}[args.learning_rate_rule]
+    last = Path(args.output_dir, "last.ckpt")
+    if args.resume in ("last", "auto"):
+        args.resume = None if args.resume == "auto" and not last.exists() else str(last)
+    return args
+
+
+def describe(args: argparse.Namespace, training: WindPatches) -> dict:
+    """All that decides a run's result, and so all that a checkpoint must share with the run it resumes."""
+    names = ("variables", "patch_size", "batch_size", "max_steps", "learning_rate", "seed")
+    configuration = {name: getattr(args, name) for name in (*names, "overfit_one_batch")}
+    return configuration | {"store": f"crc32 {zlib.crc32(training.values.tobytes()):08x}"}
+
+
+def prepare_folder(folder: Path, configuration: dict, resume: bool) -> None:
+    """Record the configuration, and clear away what an earlier run earned and this one has yet to."""
+    record = json.dumps(configuration, indent=2)
+    write_aside(folder / "configuration.json", lambda path: path.write_text(record))
+    for name in ("summary.json", "fill.png"):
+        (folder / name).unlink(missing_ok=True)
+    if not resume and (folder / "last.ckpt").exists():  # for whoever forgot --resume
+        os.replace(folder / "last.ckpt", folder / "previous.ckpt")
+
+
+def load_checkpoint(path: str, configuration: dict) -> dict:
+    """Read a checkpoint; raise InputError if there is none, it is torn, or of another configuration."""
+    if not Path(path).is_file():
+        raise InputError(f"--resume {path}: no such file; to start anew, leave --resume out")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        saved, _ = checkpoint["configuration"], checkpoint["step"]
+    except Exception as error:  # a torn file raises one of many types
+        reason = f"not a whole checkpoint of this script ({type(error).__name__})"
+        raise InputError(f"--resume {path}: {reason}; to start anew, leave --resume out") from error
+    for name, value in configuration.items():
+        if saved.get(name) != value:
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise InputError(f"{flag}: {path} has {saved.get(name)}; give that, or leave --resume out")
+    return checkpoint
+
+
+def train_step(model, optimizer, schedule, batches: list[dict], step: int, seed: int, signalled: bool):
+    """One optimizer step of all ranks together, from this rank's micro-batches.
+
+    Returns the loss of the global batch, and whether any rank has received a signal to stop.
+    """
+    optimizer.zero_grad()
+    means = torch.zeros(3, device=next(model.parameters()).device)
+    for number, batch in enumerate(batches, 1):
+        # Gradients add up on each rank. The last backward pass also averages them over the ranks.
+        with nullcontext() if number == len(batches) else model.no_sync():
+            loss, unseen = masked_loss(model(batch["input"], batch["noise"]), batch)
+            (loss / len(batches)).backward()
+        means[:2] += torch.stack([loss.detach(), unseen]) / len(batches)
+    means[2] = float(signalled)
+    distributed.all_reduce(means)
+    loss, unseen, signalled = (means / distributed.get_world_size()).tolist()
+    check_finite(loss / unseen, step, seed)
+    for parameter in model.parameters():
+        parameter.grad /= unseen
+    optimizer.step()
+    schedule.step()
+    return loss / unseen, signalled > 0
+
+
+def validate(model: UNet, loader: DataLoader, std: torch.Tensor) -> float:
+    """RMSE in m/s over the unseen cells: from squares and weights summed over the ranks, so slices may differ."""
+    sums = torch.zeros(2, dtype=torch.float64, device=std.device)
+    model.eval()
+    with torch.no_grad():
+        for batch in loader:
+            batch = {name: value.to(std.device) for name, value in batch.items()}
+            error = std * (model(batch["input"]) - batch["target"])
+            sums[0] += (batch["weight"] * error**2).sum()
+            sums[1] += 2 * batch["weight"].sum()
+    model.train()
+    distributed.all_reduce(sums)
+    return (sums[0] / sums[1]).sqrt().item()
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Train, judge and draw; return the headline figures (RMSE in m/s)."""
+    began = perf_counter()
+    args = parse_arguments(argv)
+    training, validation = make_patches(args)
+    configuration = describe(args, training)
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device, backend = torch.device("cpu"), "gloo"
+    if args.accelerator != "cpu" and torch.accelerator.is_available():
+        if local_rank >= (found := torch.accelerator.device_count()):
+            raise InputError(f"torchrun --nproc-per-node: more processes than GPUs; there are {found}")
+        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
+        torch.accelerator.set_device_index(local_rank)
+        backend = distributed.get_default_backend_for_device(device)  # nccl for CUDA
+    distributed.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+
+    torch.manual_seed(args.seed)
+    network = UNet(dropout=0.0 if args.overfit_one_batch else 0.1).to(device)
+    model = DistributedDataParallel(network, device_ids=None if backend == "gloo" else [local_rank])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    factor = partial(learning_rate_factor, max_steps=args.max_steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    state, start = {"model": network, "optimizer": optimizer, "schedule": schedule}, 0
+    checkpoint = [load_checkpoint(args.resume, configuration) if args.resume and rank == 0 else None]
+    distributed.broadcast_object_list(checkpoint)  # rank 0 alone decides, and the others need no shared disk
+    if checkpoint[0]:
+        for name, part in state.items():
+            part.load_state_dict(checkpoint[0][name])
+        start = checkpoint[0]["step"]
+    folder = Path(args.output_dir)
+
+    def save_checkpoint(step: int) -> None:
+        """Write on rank 0. Nothing in here may wait for other ranks: they never come."""
+        if rank == 0:
+            parts = {name: part.state_dict() for name, part in state.items()}
+            checkpoint = {"step": step, "configuration": configuration, **parts}
+            write_aside(folder / "last.ckpt", lambda path: torch.save(checkpoint, path))
+
+    if rank == 0:
+        prepare_folder(folder, configuration, start > 0)
+    if start == 0:
+        save_checkpoint(0)  # a kill before the next one then resumes from here
+    sampler = StepSampler(args, start, rank, world_size)
+    batches = iter(DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers))
+    samples = [(0, k) for k in range(rank, VALIDATION_SAMPLES, world_size)]  # none twice
+    validation_loader = DataLoader(validation, sampler=samples, batch_size=32)
+    std = torch.from_numpy(validation.std).to(device)
+    waits, works, loss = [], [], None
+    name = f"resumed_at_{start}" if start else "metrics"
+    folder.mkdir(parents=True, exist_ok=True)  # on every node
+    metrics = open(folder / f"{name}_rank_{rank}.csv", "w", newline="", buffering=1)  # who is behind?
+    log = csv.writer(metrics)
+    log.writerow(["step", "loss", "learning_rate", "wait_seconds", "work_seconds", "rmse"])
+    signals = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: signals.append(number))
+    faulthandler.register(signal.SIGUSR2, all_threads=False)  # kill -USR2: print where this rank is
+
+    settle_buckets(model)
+    bar = tqdm(
+        range(start, args.max_steps), initial=start, total=args.max_steps, unit="step", disable=rank > 0
+    )
+    for step in bar:
+        asked = perf_counter()
+        micro_batches = [next(batches) for _ in range(args.accumulate)]
+        given = perf_counter()
+        micro_batches = [{name: value.to(device) for name, value in batch.items()} for batch in micro_batches]
+        rate = schedule.get_last_lr()[0]
+        loss, stopping = train_step(model, optimizer, schedule, micro_batches, step, args.seed, bool(signals))
+        waits.append(given - asked)
+        works.append(perf_counter() - given)
+
+        rmse = None
+        if (step + 1) % args.validate_every == 0:
+            rmse = validate(network, validation_loader, std)
+            bar.set_postfix(loss=f"{loss:.3f}", rmse=f"{rmse:.3f}")
+        log.writerow([step, loss, rate, waits[-1], works[-1], rmse])
+        if stopping or (step + 1) % args.checkpoint_every == 0:
+            save_checkpoint(step + 1)
+        if stopping:
+            raise Stopped(f"stopped by a signal after step {step + 1}; --resume goes on from there")
+    metrics.close()
+    save_checkpoint(args.max_steps)
+    rmse = validate(network, validation_loader, std)
+    distributed.destroy_process_group()
+    figures = {"steps": args.max_steps, "loss": loss, "rmse": rmse}
+    if rank > 0:
+        return figures
+
+    network.eval()
+    with torch.no_grad():
+        prediction = network(torch.from_numpy(validation[0, 0]["input"])[None].to(device))
+    filled = validation.mean + validation.std * prediction[0].cpu().numpy()
+    write_aside(folder / "fill.png", draw_fill(validation, 0, filled).savefig)
+    figures |= baselines(training, validation)
+    figures |= measure(waits, works, args.batch_size)
+    figures["seconds"] = perf_counter() - began
+    write_aside(folder / "summary.json", lambda path: path.write_text(json.dumps(figures, indent=2)))
+    report(figures, folder / "fill.png", args.overfit_one_batch)
+    return figures
+
+
+def explain(error: RuntimeError) -> str:
+    """Say in one line what an error of torch.distributed means to a user; raise any other again."""
+    if not (isinstance(error, distributed.DistError) or "gloo" in str(error)):
+        raise error
+    if distributed.is_initialized():
+        rank = distributed.get_rank()
+        return f"rank {rank} has lost another rank: see what that one printed; --resume goes on"
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if "EADDRINUSE" in str(error):
+        return f"MASTER_PORT {port}: another program listens there; set it to a free port"
+    return f"MASTER_ADDR {host}, MASTER_PORT {port}: not all {os.environ['WORLD_SIZE']} ranks came in time"
+
+
+if __name__ == "__main__":
+    first_on_node = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+    try:
+        main()
+    except (InputError, OSError) as error:  # OSError: a log that no longer fits on the disk
+        if first_on_node:  # all the ranks of a node meet the same error: say it once
+            print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Stopped as stop:
+        if first_on_node:
+            print(stop, file=sys.stderr)
+        sys.exit(143)  # as a program that SIGTERM ended: not finished
+    except RuntimeError as error:
+        print(f"{Path(__file__).name}: error: {explain(error)}", file=sys.stderr, flush=True)
+        os._exit(1 if distributed.is_initialized() else 2)  # at once: the group's threads may never end
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; --resume goes on from the last checkpoint")
