@@ -1,0 +1,483 @@
+"""Chapter 2: measure what a second device buys, and what the communication costs.
+
+    uv run python scaling.py                          # every study, about 25 minutes on two CPU cores
+    uv run python scaling.py scaling allreduce        # some of them
+    uv run python scaling.py --save-results           # and write results/*.json and results/scaling.png
+
+Alternatives run in turn, so that a machine which slows down for a while slows all of them. On CPU every
+rank has one thread; on GPUs, one GPU. The batches are made beforehand: the loader is chapter 4's subject.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import sys
+import tempfile
+from contextlib import nullcontext
+from datetime import date, timedelta
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import train_ddp_by_hand as chapter
+from matplotlib.figure import Figure
+from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
+from tqdm import tqdm
+
+# With several buckets, the all-reduces that PowerSGD starts from callbacks may come in another order on
+# each rank, and gloo then ends the run: "Received data size doesn't match expected size".
+ONE_BUCKET = {"bucket_cap_mb": 100}
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and greatest of some measurements."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+class Bench:
+    """What every study needs on each rank: its device, its group of ranks, batches, and a clock."""
+
+    def __init__(self, rank: int, ranks: int, args: argparse.Namespace):
+        self.rank, self.ranks, self.args = rank, ranks, args
+        self.device = torch.device("cpu")
+        if args.gpu:
+            self.device = torch.device(torch.accelerator.current_accelerator().type, rank)
+            torch.accelerator.set_device_index(rank)
+        torch.set_num_threads(1)
+        backend = distributed.get_default_backend_for_device(self.device)
+        distributed.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(minutes=30))
+        self.groups = {n: distributed.new_group(range(n)) for n in range(1, ranks + 1)}
+        flags = ["--batch-size", str(args.device_batch * ranks)]
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+        self.flags = chapter.parse_arguments(flags)
+        self.training, self.validation = chapter.make_patches(self.flags)
+
+    def batch(self, size: int, step: int = 0) -> dict[str, torch.Tensor]:
+        """The first `size` samples of this rank in a step, on its device."""
+        first = self.rank * size
+        samples = [self.training[step, k] for k in range(first, first + size)]
+        return {name: part.to(self.device) for name, part in default_collate(samples).items()}
+
+    def network(self) -> chapter.UNet:
+        torch.manual_seed(0)
+        return chapter.UNet().to(self.device)
+
+    def parallel(self, network: chapter.UNet, ranks: int, **options) -> DistributedDataParallel:
+        ids = [self.rank] if self.args.gpu else None
+        return DistributedDataParallel(network, ids, process_group=self.groups[ranks], **options)
+
+    def clock(self) -> float:
+        """The time, once the device has done what it was given."""
+        if self.args.gpu:
+            torch.accelerator.synchronize()
+        return perf_counter()
+
+    def gather(self, value) -> list:
+        """What every rank found, on every rank."""
+        found = [None] * self.ranks
+        distributed.all_gather_object(found, value)
+        return found
+
+
+class Step:
+    """One training step on some ranks, with and without communication, ready to be timed."""
+
+    def __init__(self, bench: Bench, ranks: int, batch_size: int, threads: int = 1, **options):
+        self.bench, self.ranks, self.threads = bench, ranks, threads
+        hook = options.pop("hook", None)
+        if hook:  # in one bucket, see ONE_BUCKET
+            options = ONE_BUCKET | options
+        self.model = bench.parallel(bench.network(), ranks, **options)
+        if hook:
+            self.model.register_comm_hook(*hook(bench.groups[ranks]))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.data = bench.batch(batch_size)
+
+    def run(self, synchronise: bool = True) -> None:
+        self.optimizer.zero_grad()
+        with nullcontext() if synchronise else self.model.no_sync():
+            loss, _ = chapter.masked_loss(self.model(self.data["input"], self.data["noise"]), self.data)
+            loss.backward()
+        self.optimizer.step()
+
+    def time(self, steps: int, synchronise: bool = True) -> list[float]:
+        """Seconds of each step, after one that does not count; the ranks start together."""
+        torch.set_num_threads(self.threads)
+        seconds = []
+        for _ in range(steps + 1):
+            distributed.barrier(self.bench.groups[self.ranks])
+            began = self.bench.clock()
+            self.run(synchronise)
+            seconds.append(self.bench.clock() - began)
+        torch.set_num_threads(1)
+        return seconds[1:]
+
+
+def scaling(bench: Bench) -> list[dict]:
+    """Weak scaling (a fixed batch for each device) and strong scaling (a fixed global batch), 1..N devices."""
+    base, cases = bench.args.device_batch, []
+    for ranks in range(1, bench.ranks + 1):
+        cases.append(("weak", ranks, base, 1))
+        if base % ranks == 0:
+            cases.append(("strong", ranks, base // ranks, 1))
+    if not bench.args.gpu and bench.ranks > 1:
+        cases.append(("one process, as many threads", 1, base, bench.ranks))
+    steps, compute = {case: [] for case in cases}, {case: [] for case in cases}
+    for _ in bench.progress(range(bench.args.repeats), "scaling"):
+        for case in cases:
+            _, ranks, batch, threads = case
+            if bench.rank < ranks:
+                step = Step(bench, ranks, batch, threads)
+                steps[case].append(step.time(bench.args.steps))
+                compute[case].append(step.time(bench.args.steps, synchronise=False))
+            distributed.barrier()
+    rows = []
+    for case in cases:
+        mode, ranks, batch, threads = case
+        every = [list(chain(*part)) for part in bench.gather(steps[case])[:ranks]]
+        alone = [list(chain(*part)) for part in bench.gather(compute[case])[:ranks]]
+        together = [max(at_once) for at_once in zip(*every)]  # a step ends when its slowest rank does
+        row = {"mode": mode, "devices": ranks, "threads": threads, "global_batch": batch * ranks}
+        row |= {"device_batch": batch, "step_seconds": spread(together)}
+        row["compute_seconds"] = spread([max(at_once) for at_once in zip(*alone)])
+        repeats = [together[i :: bench.args.repeats] for i in range(bench.args.repeats)]
+        row["samples_per_second"] = spread([batch * ranks / median(part) for part in repeats])
+        network = bench.network()
+        row["parameters"] = sum(part.numel() for part in network.parameters())
+        row["gradient_bytes"] = sum(part.numel() * part.element_size() for part in network.parameters())
+        rows.append(row | {"steps": rounded(together), "compute_steps": [rounded(part) for part in alone]})
+    for row in rows:
+        row["efficiency"] = efficiency(row, rows)
+    return rows
+
+
+def rounded(seconds: list[float]) -> list[float]:
+    return [round(value, 6) for value in seconds]
+
+
+def efficiency(row: dict, rows: list[dict]) -> float:
+    """Samples/s for each core or GPU, against one device with one thread and the whole batch."""
+    one = next(other for other in rows if other["mode"] == "weak" and other["devices"] == 1)
+    speed_up = row["samples_per_second"]["median"] / one["samples_per_second"]["median"]
+    return speed_up / (row["devices"] * row["threads"])
+
+
+def allreduce(bench: Bench) -> list[dict]:
+    """Seconds of an all-reduce, over all ranks, against the bytes that it sums."""
+    sizes = [2**exponent for exponent in range(10, 25, 2)]
+    seconds = {size: [] for size in sizes}
+    tensors = {size: torch.ones(size // 4, device=bench.device) for size in sizes}
+    for _ in bench.progress(range(bench.args.repeats * 10), "allreduce"):
+        for size, tensor in tensors.items():
+            distributed.barrier()
+            began = bench.clock()
+            distributed.all_reduce(tensor)
+            seconds[size].append(bench.clock() - began)
+            tensor.fill_(1)
+    return [{"devices": bench.ranks, "bytes": size, "seconds": spread(seconds[size][1:])} for size in sizes]
+
+
+class Traffic:
+    """Counts the bytes that a communication hook hands to all_reduce."""
+
+    def __init__(self):
+        self.bytes, self.all_reduce = 0, distributed.all_reduce
+
+    def __enter__(self):
+        def counted(tensor, *args, **kwargs):
+            self.bytes += tensor.numel() * tensor.element_size()
+            return self.all_reduce(tensor, *args, **kwargs)
+
+        distributed.all_reduce = counted
+        return self
+
+    def __exit__(self, *_):
+        distributed.all_reduce = self.all_reduce
+
+
+def power_sgd(group):
+    """PowerSGD from the second step on (Vogels et al. 2019, https://arxiv.org/abs/1905.13727)."""
+    state = powerSGD_hook.PowerSGDState(
+        group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=2
+    )
+    return state, powerSGD_hook.powerSGD_hook
+
+
+HOOKS = {
+    "no compression": lambda group: (group, default_hooks.allreduce_hook),
+    "bf16": lambda group: (group, default_hooks.bf16_compress_hook),
+    "PowerSGD, rank 2": power_sgd,
+}
+OPTIONS = {
+    "defaults (25 MB buckets, the first 1 MB)": {},
+    "buckets of 0.1 MB": {"bucket_cap_mb": 0.1},
+    "buckets of 0.01 MB": {"bucket_cap_mb": 0.01},
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "static_graph": {"static_graph": True},
+    "find_unused_parameters": {"find_unused_parameters": True},
+    **{f"hook: {name}": {"hook": hook} for name, hook in HOOKS.items()},
+}
+
+
+def options(bench: Bench) -> list[dict]:
+    """What DDP's options and compression hooks do to the step and to the bytes on the wire."""
+    batch = bench.args.device_batch // bench.ranks
+    seconds = {name: [] for name in OPTIONS}
+    for _ in bench.progress(range(bench.args.repeats), "options"):
+        for name, chosen in OPTIONS.items():
+            seconds[name].append(Step(bench, bench.ranks, batch, **chosen).time(bench.args.steps))
+    rows = []
+    for name, chosen in OPTIONS.items():
+        row = {"option": name, "devices": bench.ranks, "global_batch": batch * bench.ranks}
+        row["step_seconds"] = spread(list(chain(*seconds[name])))
+        if "hook" in chosen:
+            step = Step(bench, bench.ranks, batch, **chosen)
+            for _ in range(4):
+                step.run()
+            with Traffic() as traffic:
+                step.run()
+            row["bytes_per_step"] = traffic.bytes
+        rows.append(row)
+    return rows
+
+
+def compression(bench: Bench) -> list[dict]:
+    """The RMSE that a run of 300 steps reaches with each compression hook: one seed, the same batches."""
+    rows = []
+    for name, hook in HOOKS.items():
+        rmse, _ = learn(bench, chapter.BASE_BATCH, 300, bench.flags.learning_rate, 0, hook)
+        rows.append({"hook": name, "steps": 300, "seed": 0, "rmse": rmse})
+    return rows
+
+
+def learn(bench: Bench, batch_size: int, steps: int, rate: float, seed: int, hook=None) -> tuple:
+    """Train as train_ddp_by_hand.py does. Returns the RMSE in m/s, and the loss of each step."""
+    flags = ["--batch-size", batch_size, "--max-steps", steps, "--learning-rate", rate, "--seed", seed]
+    args = chapter.parse_arguments([str(flag) for flag in flags])
+    training, validation = chapter.make_patches(args)
+    torch.manual_seed(seed)
+    network = chapter.UNet().to(bench.device)
+    model = bench.parallel(network, bench.ranks, **(ONE_BUCKET if hook else {}))
+    if hook:
+        model.register_comm_hook(*hook(None))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    factor = chapter.partial(chapter.learning_rate_factor, max_steps=steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    sampler = chapter.StepSampler(args, 0, bench.rank, bench.ranks)
+    loader = chapter.DataLoader(training, batch_sampler=sampler)
+    losses = []
+    for step, batch in enumerate(bench.progress(loader, f"batch {batch_size}, rate {rate:.2g}", steps)):
+        batch = {name: part.to(bench.device) for name, part in batch.items()}
+        loss, _ = chapter.train_step(model, optimizer, schedule, [batch], step, seed, False)
+        losses.append(loss)
+    samples = [(0, k) for k in range(bench.rank, chapter.VALIDATION_SAMPLES, bench.ranks)]
+    loader = chapter.DataLoader(validation, sampler=samples, batch_size=32)
+    std = torch.from_numpy(validation.std).to(bench.device)
+    return chapter.validate(network, loader, std), losses
+
+
+def learning_rates(bench: Bench) -> list[dict]:
+    """Four times the global batch: learning-rate rules at equal samples (75 steps) and at equal steps (300)."""
+    base, large = chapter.BASE_BATCH, 4 * chapter.BASE_BATCH
+    rules = {"none": 1, "sqrt": 2, "linear": 4}
+    cases = [("base", base, 300, 1)]
+    cases += [(rule, large, steps, factor) for steps in (75, 300) for rule, factor in rules.items()]
+    rows = []
+    for rule, batch, steps, factor in cases:
+        rate = factor * bench.flags.learning_rate
+        for seed in range(bench.args.seeds):
+            rmse, losses = learn(bench, batch, steps, rate, seed)
+            row = {"rule": rule, "global_batch": batch, "steps": steps, "samples": batch * steps}
+            row |= {"learning_rate": rate, "seed": seed, "rmse": rmse}
+            rows.append(row | {"losses": [round(loss, 4) for loss in losses]})
+    return rows
+
+
+def timeline(bench: Bench) -> list[dict]:
+    """What each rank does in a step, in seconds since the step began: evenly, and with one rank held up."""
+    rows, batch = [], bench.args.device_batch // bench.ranks
+    buckets = {}
+
+    def record(group, bucket):
+        """All-reduce a bucket, and note when it was ready and when its sum had come."""
+        ready = perf_counter()
+        work = default_hooks.allreduce_hook(group, bucket)
+        return work.then(lambda future: note(bucket.index(), ready, future))
+
+    def note(index: int, ready: float, future) -> torch.Tensor:
+        buckets[index] = (ready, perf_counter())
+        return future.value()[0] if isinstance(future.value(), list) else future.value()
+
+    step = Step(bench, bench.ranks, batch, bucket_cap_mb=0.25, hook=lambda group: (group, record))
+    for number in range(bench.args.steps + 6):
+        late = number >= bench.args.steps
+        buckets.clear()
+        distributed.barrier()
+        began = bench.clock()
+        if late and bench.rank == bench.ranks - 1:
+            while bench.clock() < began + 0.05:  # a straggler: 50 ms late, say, in reading its data
+                pass
+        step.optimizer.zero_grad()
+        data = step.data
+        given = bench.clock()
+        loss, _ = chapter.masked_loss(step.model(data["input"], data["noise"]), data)
+        forward = bench.clock()
+        loss.backward()
+        backward = bench.clock()
+        step.optimizer.step()
+        ended = bench.clock()
+        times = {"data": given, "forward": forward, "backward": backward, "optimizer": ended}
+        row = {"step": number, "straggler": late, "rank": bench.rank}
+        row |= {name: value - began for name, value in times.items()}
+        row["buckets"] = [[a - began, b - began] for _, (a, b) in sorted(buckets.items())]
+        rows += bench.gather(row) if number >= 3 else []
+    return rows
+
+
+STUDIES = {
+    study.__name__: study for study in (scaling, allreduce, options, compression, timeline, learning_rates)
+}
+
+
+def draw(found: dict[str, list[dict]]) -> Figure:
+    """Samples/s against devices, and where the time of a step goes."""
+    rows = found["scaling"]
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    styles = {"weak": ("#0072B2", "o"), "strong": ("#D55E00", "s")}
+    for mode, (colour, marker) in styles.items():
+        part = [row for row in rows if row["mode"] == mode]
+        x, y = [row["devices"] for row in part], [row["samples_per_second"] for row in part]
+        left.errorbar(
+            x,
+            [value["median"] for value in y],
+            [
+                [value["median"] - value["min"] for value in y],
+                [value["max"] - value["median"] for value in y],
+            ],
+            marker=marker,
+            color=colour,
+            capsize=4,
+            label=f"{mode} scaling",
+        )
+        if mode == "weak":
+            left.plot(x, [y[0]["median"] * n for n in x], ":", color="0.4", label="ideal")
+    left.set(
+        xlabel="devices", ylabel="samples/s", ylim=(0, None), xticks=sorted({r["devices"] for r in rows})
+    )
+    left.legend(frameon=False)
+    labels = [f"{row['mode']}, {row['devices']}" for row in rows if row["mode"] in styles]
+    compute = [1e3 * row["compute_seconds"]["median"] for row in rows if row["mode"] in styles]
+    whole = [1e3 * row["step_seconds"]["median"] for row in rows if row["mode"] in styles]
+    right.barh(labels, compute, color="#009E73", label="compute")
+    exposed = [max(0, a - b) for a, b in zip(whole, compute)]
+    right.barh(labels, exposed, left=compute, color="#CC79A7", label="communication not hidden")
+    right.set(xlabel="ms a step", title="median step")
+    right.invert_yaxis()
+    right.legend(frameon=False)
+    return figure
+
+
+def work(rank: int, ranks: int, args: argparse.Namespace, output: str) -> None:
+    """What each process does: every study in turn. Rank 0 writes what was found."""
+    bench = Bench(rank, ranks, args)
+    bench.progress = lambda things, name, total=None: tqdm(things, name, total, disable=rank > 0)
+    found = {name: STUDIES[name](bench) for name in args.studies}
+    if rank == 0:
+        Path(output).write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+def machine() -> dict:
+    """What the figures were measured on."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), cpu)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gb": round(memory), "gpu": gpu}
+
+
+def launch(ranks: int, args: argparse.Namespace) -> dict[str, list[dict]]:
+    """Run the studies on this many processes, and return what rank 0 wrote; RuntimeError if one fails."""
+    with socket.socket() as free, tempfile.NamedTemporaryFile() as output:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        free.close()
+        context = multiprocessing.get_context("spawn")
+        processes = [
+            context.Process(target=work, args=(rank, ranks, args, output.name), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        while any(process.is_alive() for process in processes):
+            if failed := [rank for rank, process in enumerate(processes) if process.exitcode]:
+                raise RuntimeError(f"rank {failed[0]} failed")  # the others, as daemons, end with this one
+            processes[0].join(0.2)
+        return json.loads(Path(output.name).read_text())
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Run the studies that were asked for, print their rows, and save them if asked to."""
+    parser = chapter.Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all if none")
+    add("--devices", type=int, help="most devices to use; all GPUs if not given, or all cores")
+    add("--device-batch", type=int, help="samples for each device; if not given, 8 on CPU, 256 on a GPU")
+    add("--steps", type=int, default=10, help="steps that are timed at a stretch (default: 10)")
+    add("--repeats", type=int, default=7, help="such stretches, in turn with the alternatives (default: 7)")
+    add("--seeds", type=int, default=2, help="seeds of each training run (default: 2)")
+    add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
+    add("--save-results", action="store_true", help="write results/STUDY.json and results/scaling.png")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.studies if name not in STUDIES]:
+        raise chapter.InputError(f"{unknown[0]}: no such study; choose from {', '.join(STUDIES)}")
+    args.gpu = args.accelerator != "cpu" and torch.accelerator.is_available()
+    if args.accelerator == "gpu" and not args.gpu:
+        raise chapter.InputError("--accelerator gpu: this machine has none; give auto or cpu")
+    found = torch.accelerator.device_count() if args.gpu else os.cpu_count()
+    ranks, args.studies = args.devices or found, args.studies or list(STUDIES)
+    args.device_batch = args.device_batch or (256 if args.gpu else 8)
+    if not 1 <= ranks <= found:
+        raise chapter.InputError(f"--devices {ranks}: there are {found} {'GPUs' if args.gpu else 'cores'}")
+    if args.device_batch % ranks:
+        raise chapter.InputError(f"--device-batch {args.device_batch}: {ranks} devices do not divide it")
+
+    rows = launch(ranks, args)
+    short = ("steps", "compute_steps", "losses", "buckets")
+    for name, part in rows.items():
+        for row in part:
+            print(name, {key: value for key, value in row.items() if key not in short})
+    if args.save_results:
+        RESULTS.mkdir(exist_ok=True)
+        versions = {"python": platform.python_version(), "torch": version("torch").split("+")[0]}
+        suffix = "_gpu" if args.gpu else ""
+        for name, part in rows.items():
+            results = {"command": f"uv run python scaling.py {name}", "date": str(date.today())}
+            results |= {"machine": machine(), "versions": versions, "rows": part}
+            (RESULTS / f"{name}{suffix}.json").write_text(json.dumps(results) + "\n")
+        if "scaling" in rows:
+            draw(rows).savefig(RESULTS / f"scaling{suffix}.png", dpi=110)
+    return rows
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except chapter.InputError as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
