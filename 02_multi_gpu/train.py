@@ -213,6 +213,14 @@ class WindData(LightningDataModule):
         super().__init__()
         self.args = args
         self.training, self.validation = make_patches(args)
+        self.configuration = describe(args, self.training)
+        self.prepare_data_per_node = False
+
+    def prepare_data(self) -> None:
+        if (
+            self.trainer.state.fn == "fit"
+        ):  # on rank 0, once all ranks have met: until then nothing is written
+            prepare_folder(Path(self.args.output_dir), self.configuration, bool(self.args.resume))
 
     def train_dataloader(self) -> TimedLoader:
         args, trainer = self.args, self.trainer
@@ -603,7 +611,7 @@ def main(argv: list[str] | None = None) -> dict:
     warnings.filterwarnings("ignore", module="lightning")  # folders that exist, few workers
     args = parse_arguments(argv)
     data = WindData(args)
-    configuration = describe(args, data.training)
+    configuration = data.configuration
     version = ""
     if args.resume:
         version = f"resumed_at_{load_checkpoint(args.resume, configuration)['global_step']}"
@@ -634,8 +642,6 @@ def main(argv: list[str] | None = None) -> dict:
         ],
         plugins=[CheckpointIO()],
     )
-    if trainer.is_global_zero:
-        prepare_folder(folder, configuration, bool(args.resume))
     try:
         trainer.fit(model, data, ckpt_path=args.resume)
         loss = trainer.callback_metrics["loss"].item() if data.timed.waits else None
@@ -671,7 +677,7 @@ def explain(error: RuntimeError) -> str:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if "EADDRINUSE" in str(error):
         return f"MASTER_PORT {port}: another program listens there; set it to a free port"
-    return f"MASTER_ADDR {host}, MASTER_PORT {port}: not all {os.environ['WORLD_SIZE']} ranks came in time"
+    return f"MASTER_ADDR {host}, MASTER_PORT {port}: not all ranks came in time; start all, or mend these"
 
 
 if __name__ == "__main__":
@@ -684,7 +690,7 @@ if __name__ == "__main__":
         sys.exit(2)
     except Stopped as stop:
         if first_on_node:
-            print(stop, file=sys.stderr)
+            print(f"\n{stop}", file=sys.stderr)
         sys.exit(143)  # as a program that SIGTERM ended: not finished
     except RuntimeError as error:
         print(f"{Path(__file__).name}: error: {explain(error)}", file=sys.stderr, flush=True)

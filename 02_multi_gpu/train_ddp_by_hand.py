@@ -596,7 +596,7 @@ def explain(error: RuntimeError) -> str:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if "EADDRINUSE" in str(error):
         return f"MASTER_PORT {port}: another program listens there; set it to a free port"
-    return f"MASTER_ADDR {host}, MASTER_PORT {port}: not all {os.environ['WORLD_SIZE']} ranks came in time"
+    return f"MASTER_ADDR {host}, MASTER_PORT {port}: not all ranks came in time; start all, or mend these"
 
 
 if __name__ == "__main__":
@@ -609,7 +609,7 @@ if __name__ == "__main__":
         sys.exit(2)
     except Stopped as stop:
         if first_on_node:
-            print(stop, file=sys.stderr)
+            print(f"\n{stop}", file=sys.stderr)
         sys.exit(143)  # as a program that SIGTERM ended: not finished
     except RuntimeError as error:
         print(f"{Path(__file__).name}: error: {explain(error)}", file=sys.stderr, flush=True)

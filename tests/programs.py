@@ -62,6 +62,23 @@ def _kill_in_checkpoint(number: int) -> None:
     torch.save = half
 
 
+def _terminate_at_optimizer_step(number: int) -> None:
+    """Send this process SIGTERM as it is about to take its optimizer step `number`, counted from 0."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    taken = iter(range(number + 1))
+    terminate = {number: lambda: os.kill(os.getpid(), signal.SIGTERM)}
+    register_optimizer_step_pre_hook(lambda *_: terminate.get(next(taken, None), lambda: None)())
+
+
+def _stall_at_optimizer_step(number: int) -> None:
+    """Let this process sleep for ever as it is about to take its optimizer step `number`, counted from 0."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    taken = iter(range(number))
+    register_optimizer_step_pre_hook(lambda *_: None if next(taken, None) is not None else time.sleep(1e6))
+
+
 def _limit_file_size(number: int) -> None:
     """Let no file grow beyond `number` bytes: what a program sees of it is what a full disk shows."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
@@ -69,6 +86,8 @@ def _limit_file_size(number: int) -> None:
 
 FAULTS = {
     "kill at step": _kill_at_optimizer_step,
+    "terminate at step": _terminate_at_optimizer_step,
+    "stall at step": _stall_at_optimizer_step,
     "kill in checkpoint": _kill_in_checkpoint,
     "file size": _limit_file_size,
 }
@@ -87,9 +106,17 @@ def _child(script: str, argv: list[str], output: str, faults: dict[str, int], en
     os.chdir(Path(script).parent)
     sys.path.insert(0, str(Path(script).parent))
     sys.argv = [Path(script).name, *argv]
+    taken_out = faults.pop("without", None)
     for name, number in faults.items():
         FAULTS[name](number)
-    runpy.run_path(script, run_name="__main__")
+    if taken_out is None:
+        runpy.run_path(script, run_name="__main__")
+    else:
+        source = Path(script).read_text()
+        assert source.count(taken_out) == 1
+        main = sys.modules["__main__"].__dict__
+        main |= {"__name__": "__main__", "__file__": script, "__doc__": "Without a part."}
+        exec(compile(source.replace(taken_out, "pass"), script, "exec"), main)
 
 
 def _start(script: str, argv: tuple, output: Path, faults: dict[str, int], environment: dict):
@@ -120,7 +147,8 @@ def run(
 ) -> Run:
     """Run a script of the book in its folder with these flags; TimeoutError if it does not end in time.
 
-    `faults` are the keys of FAULTS, with _ for a blank, such as kill_at_step=3.
+    `faults` are the keys of FAULTS, with _ for a blank, such as kill_at_step=3, and `without`: a statement
+    of the script that is taken out, to see whether it does what the book says.
     """
     with tempfile.TemporaryDirectory() as folder:
         process = _start(script, argv, Path(folder, "0"), faults, environment or {})
