@@ -530,8 +530,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 16}
     least |= {"accumulate": 1, "timeout": 1, "learning_rate": 0, "num_workers": 0, "seed": 0}
+    least |= {"devices": 1, "num_nodes": 1}
     for name, value in least.items():
-        if not getattr(args, name) >= value:
+        if getattr(args, name) is not None and not getattr(args, name) >= value:
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{flag} {getattr(args, name)}: too small; give at least {value}")
     if args.accelerator == "gpu" and not torch.accelerator.is_available():
@@ -561,6 +562,8 @@ def plan_devices(args: argparse.Namespace) -> tuple[int, int]:
         found = torch.accelerator.device_count() if on_gpu else os.cpu_count()
         if (args.devices or 1) > found:
             raise InputError(f"--devices {args.devices}: there are {found} {'GPUs' if on_gpu else 'cores'}")
+        if (args.num_nodes or 1) > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():
+            raise InputError(f"--num-nodes {args.num_nodes}: set MASTER_ADDR, MASTER_PORT and NODE_RANK")
         return args.devices or (found if on_gpu else 1), args.num_nodes or 1
     started = [int(os.environ[name]) for name in names]
     for (flag, value), number in zip(given.items(), started, strict=True):

@@ -119,40 +119,36 @@ def _child(script: str, argv: list[str], output: str, faults: dict[str, int], en
         exec(compile(source.replace(taken_out, "pass"), script, "exec"), main)
 
 
-def _start(script: str, argv: tuple, output: Path, faults: dict[str, int], environment: dict):
-    flags, named = [str(flag) for flag in argv], {k.replace("_", " "): v for k, v in faults.items()}
-    output.mkdir()
-    arguments = (str(book.ROOT / script), flags, str(output), named, environment)
-    process = CONTEXT.Process(target=_child, args=arguments)
-    process.start()
-    return process
-
-
-def _wait(processes: list, outputs: list[Path], timeout: float, what: str) -> list[Run]:
-    deadline = time.monotonic() + timeout
-    for process in processes:
-        process.join(max(0, deadline - time.monotonic()))
-    late = [process for process in processes if process.exitcode is None]
-    for process in late:
-        process.kill()
-        process.join()
-    texts = [[Path(output, name).read_text() for name in ("out", "err")] for output in outputs]
-    if late:
-        raise TimeoutError(f"{what} took more than {timeout} s; it printed {texts}")
-    return [Run(process.exitcode, *text) for process, text in zip(processes, texts, strict=True)]
-
-
-def run(
-    script: str, *argv: object, timeout: float = 120, environment: dict | None = None, **faults: int
-) -> Run:
-    """Run a script of the book in its folder with these flags; TimeoutError if it does not end in time.
+class Program:
+    """A script of the book that runs in its folder with these flags; wait() tells how it ended.
 
     `faults` are the keys of FAULTS, with _ for a blank, such as kill_at_step=3, and `without`: a statement
     of the script that is taken out, to see whether it does what the book says.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        process = _start(script, argv, Path(folder, "0"), faults, environment or {})
-        return _wait([process], [Path(folder, "0")], timeout, f"{script} {argv}")[0]
+
+    def __init__(self, script: str, *argv: object, environment: dict | None = None, **faults: object):
+        flags, named = [str(flag) for flag in argv], {k.replace("_", " "): v for k, v in faults.items()}
+        self.name, self.output = f"{script} {' '.join(flags)}", tempfile.TemporaryDirectory()
+        arguments = (str(book.ROOT / script), flags, self.output.name, named, environment or {})
+        self.process = CONTEXT.Process(target=_child, args=arguments)
+        self.process.start()
+
+    def wait(self, timeout: float = 120) -> Run:
+        """How it ended, or TimeoutError, with what it printed, if it had to be killed."""
+        self.process.join(max(0, timeout))
+        if late := self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+        out, err = (Path(self.output.name, name).read_text() for name in ("out", "err"))
+        self.output.cleanup()
+        if late:
+            raise TimeoutError(f"{self.name} took more than {timeout:.0f} s; it printed {out}{err}")
+        return Run(self.process.exitcode, out, err)
+
+
+def run(script: str, *argv: object, timeout: float = 120, **options: object) -> Run:
+    """Run a script to its end, see Program; TimeoutError if it does not end in time."""
+    return Program(script, *argv, **options).wait(timeout)
 
 
 def free_port() -> int:
@@ -164,19 +160,25 @@ def free_port() -> int:
 
 def run_ranks(
     script: str, ranks: int, *argv: object, timeout: float = 120, faults: dict[int, dict] | None = None
-) -> list[Run]:
-    """Run a script as `torchrun --nproc-per-node RANKS` would; `faults` are given rank by rank."""
-    port = str(free_port())
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder, str(rank)) for rank in range(ranks)]
-        processes = []
-        for rank, output in enumerate(outputs):
-            environment = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
-            environment |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-            environment = {name: str(value) for name, value in environment.items()}
-            processes.append(_start(script, argv, output, (faults or {}).get(rank, {}), environment))
-        return _wait(processes, outputs, timeout, f"{script} {argv} on {ranks} ranks")
+) -> list[Run | TimeoutError]:
+    """Run a script as `torchrun --nproc-per-node RANKS` would; `faults` are given rank by rank.
+
+    A rank that does not end in time is killed, and has a TimeoutError in the place of its Run.
+    """
+    port, programs = str(free_port()), []
+    for rank in range(ranks):
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+        environment |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+        environment = {name: str(value) for name, value in environment.items()}
+        programs.append(Program(script, *argv, environment=environment, **(faults or {}).get(rank, {})))
+    deadline, ended = time.monotonic() + timeout, []
+    for program in programs:
+        try:
+            ended.append(program.wait(deadline - time.monotonic()))
+        except TimeoutError as late:
+            ended.append(late)
+    return ended
 
 
 def require_success(script: str, *argv: object, **options: float) -> Run:

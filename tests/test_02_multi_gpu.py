@@ -1,10 +1,11 @@
 """Chapter 2: one, two and three processes give the same result, and every way in which they would not."""
 
 import csv
+import importlib
 import json
 import os
 import re
-import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,12 +16,13 @@ import numpy as np
 import programs
 import pytest
 import torch
-from test_01_setup import checkpoint, load, weights
+from test_01_setup import check_summary, load, weights
 
 CHAPTER = book.ROOT / "02_multi_gpu"
 README = CHAPTER / "README.md"
 LIGHTNING, BY_HAND = "02_multi_gpu/train.py", "02_multi_gpu/train_ddp_by_hand.py"
 SCRIPTS = [LIGHTNING, BY_HAND]
+PROGRAMS = [*SCRIPTS, *(f"02_multi_gpu/{name}.py" for name in ("scaling", "predict_scaling", "wrong_ways"))]
 SMALL = "--patch-size 16 --batch-size 12 --max-steps 7 --checkpoint-every 3 --validate-every 4".split()
 TOLERANCE = {"rtol": 1e-3, "atol": 5e-5}  # of weights after 7 steps of AdamW; see the walkthrough
 
@@ -30,7 +32,7 @@ chapter = load(LIGHTNING, "chapter_02_train")
 def train(script: str, ranks: int, folder: Path, *flags: object, **options) -> list[programs.Run]:
     """Train on some ranks; fail with what they printed unless all of them succeed."""
     done = programs.run_ranks(script, ranks, *SMALL, "--output-dir", folder, *flags, **options)
-    assert [one.code for one in done] == [0] * ranks, [one.out + one.err for one in done]
+    assert [getattr(one, "code", one) for one in done] == [0] * ranks, done
     return done
 
 
@@ -89,22 +91,32 @@ def test_the_two_scripts_agree(whole: dict) -> None:
 # ------------------------------------------------------------------------------ killed and resumed
 
 
-@pytest.mark.parametrize("step", range(7))
-@pytest.mark.parametrize("script", SCRIPTS)
+def assert_same_bits(one: Path, other: Path) -> None:
+    """The last checkpoints of two runs agree to the bit, optimizer and schedule included."""
+    first, second = (torch.load(folder / "last.ckpt", weights_only=True) for folder in (one, other))
+    torch.testing.assert_close(weights(one), weights(other), rtol=0, atol=0)
+    for name in ("optimizer", "schedule", "optimizer_states", "lr_schedulers"):
+        assert repr(first.get(name)) == repr(second.get(name))
+    assert rmse(one) == rmse(other)
+
+
+# Chapter 1 kills its scripts at each step; here the two share them.
+KILLS = [(SCRIPTS[step % 2], step) for step in range(7)]
+
+
+@pytest.mark.parametrize(("script", "step"), KILLS)
 def test_killed_on_two_ranks_and_resumed_to_the_bit(
     script: str, step: int, tmp_path: Path, whole: dict
 ) -> None:
-    flags = [*SMALL, "--output-dir", tmp_path]
-    guilty = step % 2
+    flags, guilty = [*SMALL, "--output-dir", tmp_path], step // 2 % 2
     killed = programs.run_ranks(script, 2, *flags, faults={guilty: {"kill_at_step": step}})
     assert killed[guilty].code == -9
     other = killed[1 - guilty]
     assert other.code == 1
     assert re.search(rf"error: rank {1 - guilty} has lost another rank: .*--resume goes on\n", other.err)
     assert "Traceback" not in other.err
-    train(script, 2, tmp_path, "--resume")
-    torch.testing.assert_close(weights(tmp_path), weights(whole[script, 2]), rtol=0, atol=0)
-    assert rmse(tmp_path) == rmse(whole[script, 2])
+    train(script, 2, tmp_path, "--resume", "--num-workers", 1 if step == 3 else 0)
+    assert_same_bits(tmp_path, whole[script, 2])
 
 
 @pytest.mark.parametrize(("before", "after", "accumulate"), [(2, 1, 2), (1, 2, 1), (3, 2, 3), (2, 3, 1)])
@@ -112,17 +124,309 @@ def test_killed_on_two_ranks_and_resumed_to_the_bit(
 def test_killed_and_resumed_on_another_number_of_ranks(
     script: str, before: int, after: int, accumulate: int, tmp_path: Path, whole: dict
 ) -> None:
-    flags = [*SMALL, "--output-dir", tmp_path]
     faults = {rank: {"kill_at_step": 5} for rank in range(before)}
-    assert [one.code for one in programs.run_ranks(script, before, *flags, faults=faults)] == [-9] * before
+    killed = programs.run_ranks(script, before, *SMALL, "--output-dir", tmp_path, faults=faults)
+    assert [one.code for one in killed] == [-9] * before
     train(script, after, tmp_path, "--resume", "--accumulate", accumulate)
     torch.testing.assert_close(weights(tmp_path), weights(whole[script, 1]), **TOLERANCE)
     assert rmse(tmp_path) == pytest.approx(rmse(whole[script, 1]), rel=1e-6)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_three_ranks_resume_to_the_bit(script: str, tmp_path: Path, whole: dict) -> None:
-    faults = {1: {"kill_at_step": 5}}
-    programs.run_ranks(script, 3, *SMALL, "--output-dir", tmp_path, faults=faults)
-    train(script, 3, tmp_path, "--resume")
-    torch.testing.assert_close(weights(tmp_path), weights(whole[script, 3]), rtol=0, atol=0)
+def test_three_ranks_resume_to_the_bit_because_the_buckets_are_settled(
+    script: str, tmp_path: Path, whole: dict
+) -> None:
+    settle = "settle_buckets(self.trainer.strategy.model)" if script == LIGHTNING else "settle_buckets(model)"
+    kill = {1: {"kill_at_step": 5}}
+    programs.run_ranks(script, 3, *SMALL, "--output-dir", tmp_path / "with", faults=kill)
+    train(script, 3, tmp_path / "with", "--resume")
+    assert_same_bits(tmp_path / "with", whole[script, 3])
+    if script == BY_HAND:  # and the effect without it
+        without = {rank: {"without": settle} for rank in range(3)}
+        train(script, 3, tmp_path / "whole", faults=without)
+        kill = {rank: fault | ({"kill_at_step": 5} if rank == 1 else {}) for rank, fault in without.items()}
+        programs.run_ranks(script, 3, *SMALL, "--output-dir", tmp_path / "without", faults=kill)
+        train(script, 3, tmp_path / "without", "--resume", faults=without)
+        with pytest.raises(AssertionError, match="not equal"):
+            assert_same_bits(tmp_path / "without", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_sigterm_to_one_rank_stops_all_with_a_checkpoint(
+    script: str, guilty: int, tmp_path: Path, whole: dict
+) -> None:
+    flags = [*SMALL, "--output-dir", tmp_path]
+    stopped = programs.run_ranks(script, 2, *flags, faults={guilty: {"terminate_at_step": 3}})
+    assert [one.code for one in stopped] == [143, 143]
+    said = re.findall(r"stopped by a signal after step (\d); --resume goes on", stopped[0].err)
+    # It came in step 3. Lightning computes within optimizer.step, so that rank still tells the others there.
+    step = 4 if script == LIGHTNING else 5
+    assert said == [str(step)]
+    assert "Traceback" not in stopped[0].err + stopped[1].err
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved.get("step", saved.get("global_step")) == step
+    train(script, 2, tmp_path, "--resume")
+    assert_same_bits(tmp_path, whole[script, 2])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_rank_that_stalls_is_noticed_in_bounded_time(script: str, tmp_path: Path) -> None:
+    flags = [*SMALL, "--timeout", 3, "--output-dir", tmp_path]
+    other, stalled = programs.run_ranks(script, 2, *flags, faults={1: {"stall_at_step": 2}}, timeout=25)
+    assert other.code == 1
+    assert "error: rank 0 has lost another rank" in other.err
+    assert isinstance(stalled, TimeoutError)  # it sleeps until it is killed
+
+
+def test_resume_auto_starts_anew_or_goes_on(tmp_path: Path, whole: dict) -> None:
+    faults = {0: {"kill_at_step": 5}}
+    programs.run_ranks(LIGHTNING, 2, *SMALL, "--resume", "auto", "--output-dir", tmp_path, faults=faults)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+    train(LIGHTNING, 2, tmp_path, "--resume", "auto")
+    assert (tmp_path / "resumed_at_3/metrics.csv").exists()
+    assert_same_bits(tmp_path, whole[LIGHTNING, 2])
+
+
+def test_ranks_that_find_different_checkpoints_refuse_to_train(tmp_path: Path, whole: dict) -> None:
+    """As on two nodes whose --output-dir is not shared: rank 1 finds nothing, rank 0 the checkpoint."""
+    module = chapter.WindFill({"seed": 0, "overfit_one_batch": False}, [], [1.0])
+
+    class Rank0:
+        global_step = 3
+
+    module.all_gather = lambda step: torch.tensor([[3], [0]])
+    module._trainer = Rank0()
+    with pytest.raises(chapter.InputError, match=r"the ranks found steps \[3, 0\]; put --output-dir on a"):
+        module.on_train_start()
+
+
+# --------------------------------------------------------------------------------------- wrong ways
+
+
+@pytest.fixture(scope="module")
+def ways() -> dict[str, dict]:
+    """What wrong_ways.py finds on this machine, by way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(CHAPTER))
+        wrong_ways = importlib.import_module("wrong_ways")
+        return {row["way"]: row for row in wrong_ways.main([])}
+
+
+GRADIENTS = {"mean_of_means": 0.005, "accumulated_mean_of_means": 0.005, "batch_norm": 0.02}
+
+
+@pytest.mark.parametrize("way", GRADIENTS)
+def test_the_gradient_of_two_ranks_is_that_of_one_only_the_right_way(way: str, ways: dict) -> None:
+    assert ways[way]["right"] < 1e-6
+    assert ways[way]["wrong"] > GRADIENTS[way]
+
+
+@pytest.mark.parametrize("way", ["metric", "padded_validation", "batch_norm_buffers"])
+def test_a_figure_is_the_truth_only_the_right_way(way: str, ways: dict) -> None:
+    row = ways[way]
+    assert row["right"] == pytest.approx(row["truth"], rel=1e-2 if way == "batch_norm_buffers" else 1e-9)
+    assert abs(row["wrong"] / row["truth"] - 1) > 0.005
+    assert way != "metric" or abs(row["mean of the ranks'"] / row["truth"] - 1) > 0.001
+
+
+COUNTS = {
+    "dropout": 4,
+    "batch_per_device": 100,
+    "forgotten_set_epoch": 1,
+    "frozen_generator": 4,
+    "iterable_copied": 64,
+    "drop_last": 64,
+    "schedule_per_epoch": 0.1,
+}
+
+
+@pytest.mark.parametrize("way", COUNTS)
+def test_a_count_is_the_truth_only_the_right_way(way: str, ways: dict) -> None:
+    assert (ways[way]["wrong"], ways[way]["right"]) == (COUNTS[way], ways[way]["truth"])
+
+
+HANGS = {
+    "collective_on_rank_0": "hangs",
+    "unequal_batches": "hangs",
+    "unused_parameters": "Expected to have finished reduction in the prior iteration before starting a new one",
+}
+
+
+@pytest.mark.parametrize("way", HANGS)
+def test_a_run_ends_only_the_right_way(way: str, ways: dict) -> None:
+    assert (ways[way]["wrong"], ways[way]["right"]) == (HANGS[way], "ends")
+
+
+def test_every_wrong_way_is_tested(ways: dict) -> None:
+    figures = {"metric", "padded_validation", "batch_norm_buffers"}
+    assert set(ways) == {*GRADIENTS, *figures, *COUNTS, *HANGS}
+
+
+def test_the_committed_wrong_ways_are_these(ways: dict) -> None:
+    for row in book.results("02_multi_gpu/results/wrong_ways.json")["rows"]:
+        found = ways[row["way"]]
+        assert row["why"] == found["why"]
+        for name in ("wrong", "right", "truth"):
+            if isinstance(row.get(name), float) and row[name] > 1e-3:
+                assert found[name] == pytest.approx(row[name], rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------- as a reader runs it
+
+
+def test_the_readers_command_on_two_devices_ends_in_90_seconds(tmp_path: Path) -> None:
+    command = "uv run python train.py --devices 2"
+    assert command in book.commands(README)
+    began = time.perf_counter()
+    arguments = [sys.executable, "train.py", "--devices", "2", "--output-dir", tmp_path]
+    done = subprocess.run(arguments, cwd=CHAPTER, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - began < 90
+    check_summary(done.stdout)
+    climatology = json.loads((tmp_path / "summary.json").read_text())["climatology"]
+    assert rmse(tmp_path) < 0.8 * climatology
+    assert "warning" not in done.stderr.lower()
+
+
+def test_torchrun_starts_both_scripts_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for script in SCRIPTS:
+        folder = tmp_path / Path(script).stem
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*torchrun, Path(script).name, *SMALL, "--output-dir", folder]
+        done = subprocess.run(
+            command, cwd=CHAPTER, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("RMSE over the unseen cells") == 1  # from rank 0 alone
+        assert not list(folder.glob("part-*"))
+
+
+def test_under_slurms_environment_two_tasks_make_two_ranks(tmp_path: Path, whole: dict) -> None:
+    port, folder = str(programs.free_port()), tmp_path
+    tasks = []
+    for task in range(2):
+        slurm = {"NTASKS": 2, "NTASKS_PER_NODE": 2, "NNODES": 1, "PROCID": task, "LOCALID": task, "NODEID": 0}
+        slurm |= {"JOB_ID": 7, "JOB_NAME": "train", "NODELIST": "127.0.0.1"}
+        environment = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+        environment |= {"MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        tasks.append(programs.Program(LIGHTNING, *SMALL, "--output-dir", folder, environment=environment))
+    done = [task.wait(120) for task in tasks]
+    assert [one.code for one in done] == [0, 0], [one.err for one in done]
+    assert_same_bits(folder, whole[LIGHTNING, 2])
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_of_every_program(program: str) -> None:
+    assert "usage" in programs.require_success(program, "--help").out
+
+
+# ----------------------------------------------------------------------------------------- bad input
+
+CORES = os.cpu_count()
+BAD_INPUT = {
+    "more devices than there are": (
+        ["--devices", CORES + 1],
+        rf"--devices {CORES + 1}: there are {CORES} cores",
+    ),
+    "a batch that ranks do not divide": (
+        ["--devices", 2, "--batch-size", 9],
+        "--batch-size 9: 2 ranks x 1 micro-batches do not divide it; give a multiple",
+    ),
+    "a batch that micro-batches do not divide": (
+        ["--accumulate", 5],
+        "--batch-size 8: 1 ranks x 5 micro-batches do not divide it; give a multiple",
+    ),
+    "no micro-batch": (["--accumulate", 0], "--accumulate 0: too small; give at least 1"),
+    "an unknown rule": (["--learning-rate-rule", "cubic"], "--learning-rate-rule: invalid choice: 'cubic'"),
+    "no checkpoint": (["--resume"], r"--resume \S+last.ckpt: no such file"),
+    "no device": (["--devices", 0], "--devices 0: too small; give at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_gets_one_line_and_writes_nothing(case: str, tmp_path: Path) -> None:
+    flags, message = BAD_INPUT[case]
+    done = programs.run(LIGHTNING, "--output-dir", tmp_path / "run", *flags)
+    assert (done.code, done.out) == (2, "")
+    assert re.fullmatch(rf"train.py: error: {message}.*\n", done.err), done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_that_contradict_the_launcher_are_refused_in_one_line(tmp_path: Path) -> None:
+    done = programs.run_ranks(LIGHTNING, 2, "--devices", 1, "--output-dir", tmp_path / "run")
+    assert [one.code for one in done] == [2, 2]
+    message = "train.py: error: --devices 1: torchrun has started 2; leave --devices out\n"
+    assert [one.err for one in done] == [message, ""]
+
+
+def test_the_script_by_hand_says_how_to_start_it(tmp_path: Path) -> None:
+    done = programs.run(BY_HAND, "--output-dir", tmp_path / "run")
+    assert done.code == 2
+    assert done.err == (
+        "train_ddp_by_hand.py: error: start it with torchrun --nproc-per-node N, where N is the number of processes\n"
+    )
+
+
+def alone(tmp_path: Path, port: int, *flags: object) -> programs.Run:
+    """The first of two nodes that never meet."""
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+    flags = [*SMALL, "--devices", 1, "--num-nodes", 2, "--output-dir", tmp_path / "run", *flags]
+    return programs.run(LIGHTNING, *flags, environment=environment)
+
+
+def test_a_rendezvous_that_nobody_joins_ends_in_bounded_time(tmp_path: Path) -> None:
+    port = programs.free_port()
+    began = time.perf_counter()
+    done = alone(tmp_path, port, "--timeout", 3)
+    assert time.perf_counter() - began < 30
+    assert done.code == 2
+    message = f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: not all ranks came in time"
+    assert re.fullmatch(rf"train.py: error: {message}; .*\n", done.err), done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        done = alone(tmp_path, port)
+    assert done.code == 2
+    assert done.err == (
+        f"train.py: error: MASTER_PORT {port}: another program listens there; set it to a free port\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nodes_without_an_address_to_meet_at_are_refused(tmp_path: Path) -> None:
+    done = programs.run(LIGHTNING, "--num-nodes", 2, "--output-dir", tmp_path / "run")
+    assert done.code == 2
+    assert re.fullmatch(r"train.py: error: --num-nodes 2: .*MASTER_ADDR.*\n", done.err), done.err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_nan_stops_all_ranks_with_one_line(script: str, tmp_path: Path) -> None:
+    flags = [*SMALL, "--learning-rate", 1e30, "--output-dir", tmp_path]
+    done = programs.run_ranks(script, 2, *flags)
+    assert [one.code for one in done] == [2, 2]
+    said = [re.findall(r"error: step \d: loss (?:nan|inf) in the batch of seed 0", one.err) for one in done]
+    assert [len(lines) for lines in said] == [1, 0]
+    assert all(value.isfinite().all() for value in weights(tmp_path).values())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_full_disk_stops_all_ranks_and_keeps_the_last_checkpoint(
+    script: str, tmp_path: Path, whole: dict
+) -> None:
+    flags = [*SMALL, "--output-dir", tmp_path]
+    programs.run_ranks(script, 2, *flags, faults={0: {"kill_at_step": 4}})
+    before = (tmp_path / "last.ckpt").read_bytes()
+    done = programs.run_ranks(script, 2, *flags, "--resume", faults={0: {"file_size": 1_000_000}}, timeout=40)
+    assert [one.code for one in done] == [2, 1]
+    assert re.search(r"error: --output-dir \S+: cannot write last.ckpt .*make room", done[0].err)
+    assert "Traceback" not in done[0].err + done[1].err
+    assert (tmp_path / "last.ckpt").read_bytes() == before
+    train(script, 2, tmp_path, "--resume")
+    assert_same_bits(tmp_path, whole[script, 2])
