@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import platform
 import socket
+import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -346,47 +347,105 @@ def timeline(bench: Bench) -> list[dict]:
     return rows
 
 
+def run(command: list[str], ranks: int = 1) -> dict:
+    """Run one of the scripts as a program; return its summary, its weights, and its seconds from start to exit.
+
+    RuntimeError, with the last line that it printed, if it fails.
+    """
+    folder, began = HERE / "outputs/scaling", perf_counter()
+    done = subprocess.run(
+        [*command, "--output-dir", folder],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // ranks))},
+    )
+    seconds = perf_counter() - began
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.splitlines()[-1]}")
+    checkpoint = torch.load(folder / "last.ckpt", weights_only=True, map_location="cpu")
+    weights = checkpoint.get("model") or checkpoint["state_dict"]
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary | {"weights": weights, "wall_seconds": seconds}
+
+
+def torchrun(ranks: int, *flags: str) -> list[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*start, "train_ddp_by_hand.py", *flags]
+
+
+def commands(args: argparse.Namespace) -> list[dict]:
+    """Both scripts as a reader starts them, on one device and on all: what they reach, and how fast."""
+    devices = sorted({1, args.devices})
+    cases = [("train.py", n) for n in devices] + [("train_ddp_by_hand.py", n) for n in devices]
+    runs = {case: [] for case in cases}
+    for seed in tqdm(range(args.seeds), "commands"):
+        for script, n in cases:
+            flags = ["--seed", str(seed)]
+            by_lightning = [sys.executable, script, "--devices", str(n), *flags]
+            runs[script, n].append(run(by_lightning if script == "train.py" else torchrun(n, *flags), n))
+    measured = ("rmse", "samples_per_second", "data_wait_share", "wall_seconds")
+    rows = []
+    for (script, n), found in runs.items():
+        row = {"script": script, "devices": n, "runs": len(found), "climatology": found[0]["climatology"]}
+        row |= {key: spread([one[key] for one in found]) for key in measured}
+        summary = {key: value for key, value in found[0].items() if key != "weights"}
+        rows.append(row | {"summary": summary})
+    return rows
+
+
+def agreement(args: argparse.Namespace) -> list[dict]:
+    """How far the weights and the RMSE of 2 and 3 processes are from those of one, as a run goes on."""
+    rows = []
+    for steps in tqdm((10, 100, 300), "agreement"):
+        flags = ("--batch-size", "12", "--max-steps", str(steps), "--accelerator", "cpu")
+        found = {n: run(torchrun(n, *flags), n) for n in (1, 2, 3)}
+        one = found.pop(1)
+        largest = max(part.abs().max().item() for part in one["weights"].values())
+        for n, other in found.items():
+            pairs = zip(one["weights"].values(), other["weights"].values())
+            difference = max((a - b).abs().max().item() for a, b in pairs)
+            row = {"devices": n, "steps": steps, "weights": difference, "largest_weight": largest}
+            rows.append(row | {"rmse": other["rmse"], "rmse_of_one": one["rmse"]})
+    return rows
+
+
+PROGRAMS = {study.__name__: study for study in (commands, agreement)}  # studies that start programs
 STUDIES = {
     study.__name__: study for study in (scaling, allreduce, options, compression, timeline, learning_rates)
 }
 
 
-def draw(found: dict[str, list[dict]]) -> Figure:
+def draw(rows: list[dict]) -> Figure:
     """Samples/s against devices, and where the time of a step goes."""
-    rows = found["scaling"]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    styles = {"weak": ("#0072B2", "o"), "strong": ("#D55E00", "s")}
-    for mode, (colour, marker) in styles.items():
+    rows = [row for row in rows if row["mode"] in ("weak", "strong")]
+    for mode, colour, marker in (("weak", "#0072B2", "o"), ("strong", "#D55E00", "s")):
         part = [row for row in rows if row["mode"] == mode]
-        x, y = [row["devices"] for row in part], [row["samples_per_second"] for row in part]
+        devices, rates = [row["devices"] for row in part], [row["samples_per_second"] for row in part]
+        middle = [rate["median"] for rate in rates]
+        spreads = [[abs(rate[end] - rate["median"]) for rate in rates] for end in ("min", "max")]
         left.errorbar(
-            x,
-            [value["median"] for value in y],
-            [
-                [value["median"] - value["min"] for value in y],
-                [value["max"] - value["median"] for value in y],
-            ],
-            marker=marker,
-            color=colour,
-            capsize=4,
-            label=f"{mode} scaling",
+            devices, middle, spreads, marker=marker, color=colour, capsize=4, label=f"{mode} scaling"
         )
         if mode == "weak":
-            left.plot(x, [y[0]["median"] * n for n in x], ":", color="0.4", label="ideal")
+            left.plot(devices, [middle[0] * n for n in devices], ":", color="0.4", label="ideal")
     left.set(
-        xlabel="devices", ylabel="samples/s", ylim=(0, None), xticks=sorted({r["devices"] for r in rows})
+        xlabel="devices", ylabel="samples/s", ylim=(0, None), xticks=sorted({row["devices"] for row in rows})
     )
     left.legend(frameon=False)
-    labels = [f"{row['mode']}, {row['devices']}" for row in rows if row["mode"] in styles]
-    compute = [1e3 * row["compute_seconds"]["median"] for row in rows if row["mode"] in styles]
-    whole = [1e3 * row["step_seconds"]["median"] for row in rows if row["mode"] in styles]
+    labels = [f"{row['mode']}, {row['devices']} x {row['device_batch']} samples" for row in rows]
+    compute = [1e3 * row["compute_seconds"]["median"] for row in rows]
+    exposed = [max(0, 1e3 * row["step_seconds"]["median"] - alone) for row, alone in zip(rows, compute)]
     right.barh(labels, compute, color="#009E73", label="compute")
-    exposed = [max(0, a - b) for a, b in zip(whole, compute)]
     right.barh(labels, exposed, left=compute, color="#CC79A7", label="communication not hidden")
-    right.set(xlabel="ms a step", title="median step")
+    right.set(xlabel="ms a step (median)")
     right.invert_yaxis()
-    right.legend(frameon=False)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False)
+    for axes in (left, right):
+        for item in (axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()):
+            item.set_fontsize(12)
     return figure
 
 
@@ -433,9 +492,10 @@ def launch(ranks: int, args: argparse.Namespace) -> dict[str, list[dict]]:
 
 def main(argv: list[str] | None = None) -> dict:
     """Run the studies that were asked for, print their rows, and save them if asked to."""
+    names = [*STUDIES, *PROGRAMS]
     parser = chapter.Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all if none")
+    add("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(names)}; all if none")
     add("--devices", type=int, help="most devices to use; all GPUs if not given, or all cores")
     add("--device-batch", type=int, help="samples for each device; if not given, 8 on CPU, 256 on a GPU")
     add("--steps", type=int, default=10, help="steps that are timed at a stretch (default: 10)")
@@ -444,20 +504,22 @@ def main(argv: list[str] | None = None) -> dict:
     add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
     add("--save-results", action="store_true", help="write results/STUDY.json and results/scaling.png")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.studies if name not in STUDIES]:
-        raise chapter.InputError(f"{unknown[0]}: no such study; choose from {', '.join(STUDIES)}")
+    if unknown := [name for name in args.studies if name not in names]:
+        raise chapter.InputError(f"{unknown[0]}: no such study; choose from {', '.join(names)}")
     args.gpu = args.accelerator != "cpu" and torch.accelerator.is_available()
     if args.accelerator == "gpu" and not args.gpu:
         raise chapter.InputError("--accelerator gpu: this machine has none; give auto or cpu")
     found = torch.accelerator.device_count() if args.gpu else os.cpu_count()
-    ranks, args.studies = args.devices or found, args.studies or list(STUDIES)
+    ranks, chosen = args.devices or found, args.studies or names
+    args.devices, args.studies = ranks, [name for name in chosen if name in STUDIES]
     args.device_batch = args.device_batch or (256 if args.gpu else 8)
     if not 1 <= ranks <= found:
         raise chapter.InputError(f"--devices {ranks}: there are {found} {'GPUs' if args.gpu else 'cores'}")
     if args.device_batch % ranks:
         raise chapter.InputError(f"--device-batch {args.device_batch}: {ranks} devices do not divide it")
 
-    rows = launch(ranks, args)
+    rows = launch(ranks, args) if args.studies else {}
+    rows |= {name: PROGRAMS[name](args) for name in chosen if name in PROGRAMS}
     short = ("steps", "compute_steps", "losses", "buckets")
     for name, part in rows.items():
         for row in part:
@@ -471,7 +533,7 @@ def main(argv: list[str] | None = None) -> dict:
             results |= {"machine": machine(), "versions": versions, "rows": part}
             (RESULTS / f"{name}{suffix}.json").write_text(json.dumps(results) + "\n")
         if "scaling" in rows:
-            draw(rows).savefig(RESULTS / f"scaling{suffix}.png", dpi=110)
+            draw(rows["scaling"]).savefig(RESULTS / f"scaling{suffix}.png", dpi=110)
     return rows
 
 
