@@ -217,9 +217,8 @@ class WindData(LightningDataModule):
         self.prepare_data_per_node = False
 
     def prepare_data(self) -> None:
-        if (
-            self.trainer.state.fn == "fit"
-        ):  # on rank 0, once all ranks have met: until then nothing is written
+        # Lightning calls this on rank 0 once all ranks have met: until then, nothing is written.
+        if self.trainer.state.fn == "fit":
             prepare_folder(Path(self.args.output_dir), self.configuration, bool(self.args.resume))
 
     def train_dataloader(self) -> TimedLoader:

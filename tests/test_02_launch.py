@@ -1,0 +1,368 @@
+"""Chapter 2's launch files, and runs on two nodes that lose a worker, a node, or are told to stop."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import book
+import kubernetes_validate
+import programs
+import pytest
+import torch
+import yaml
+from test_01_setup import weights
+
+CHAPTER = book.ROOT / "02_multi_gpu"
+LAUNCH = CHAPTER / "launch"
+FLAGS = "--patch-size 16 --batch-size 4 --max-steps 12 --checkpoint-every 3 --validate-every 100".split()
+TOLERANCE = {"rtol": 1e-3, "atol": 5e-5}  # of weights after 12 steps, as in test_02_multi_gpu.py
+
+# What torchrun starts in the place of train_ddp_by_hand.py: the same, slowed down, so that a signal hits it
+# in the middle, and with its process id in a file. A killed worker does so only once.
+SLOWLY = """
+import os, runpy, sys, time
+from pathlib import Path
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+script, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+folder.mkdir(parents=True, exist_ok=True)
+name = f"started_{time.time():.6f}_rank_{os.environ['RANK']}_of_{os.environ['WORLD_SIZE']}"
+(folder / name).write_text(str(os.getpid()))
+register_optimizer_step_pre_hook(lambda *_: time.sleep(seconds))
+sys.argv = [script, *sys.argv[4:]]
+sys.path.insert(0, str(Path(script).parent))
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def wait_for(condition, seconds: float, what: str):
+    """The first truthy value of `condition()`; AssertionError if there is none in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{what}: not within {seconds} s")
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def saved_step(folder: Path) -> int:
+    """The step of a run's last checkpoint; -1 if there is none yet."""
+    try:
+        return torch.load(folder / "last.ckpt", weights_only=True)["step"]
+    except FileNotFoundError:
+        return -1
+
+
+# ---------------------------------------------------------------------------------- the launch files
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
+def test_the_shell_takes_the_script(name: str) -> None:
+    done = subprocess.run(["bash", "-n", LAUNCH / name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kubernetes_accepts_the_manifest() -> None:
+    documents = list(yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text()))
+    assert [document["kind"] for document in documents] == ["Service", "Job"]
+    for document in documents:
+        kubernetes_validate.validate(document, "1.31", strict=True)
+    broken = yaml.safe_load(yaml.safe_dump(documents[1]))
+    broken["spec"]["completion"] = 2
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, "1.31", strict=True)
+
+
+def test_the_pods_find_the_rendezvous_and_the_volumes() -> None:
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    environment = {item["name"]: item["value"] for item in pod["containers"][0]["env"]}
+    assert environment["HEAD"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    assert int(environment["NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    gpus = pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert environment["PER_NODE"] == gpus
+    mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.fixture
+def stubs(tmp_path: Path):
+    """A folder of programs that stand in for `uv` and others on PATH; call it with (name, shell script)."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+
+    def stub(name: str, script: str) -> dict:
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (folder / name).chmod(0o755)
+        return os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+    return stub
+
+
+def launched(command: list, environment: dict) -> list[str]:
+    """The arguments that a launch file gives to torchrun, from a stub of `uv` that prints them."""
+    done = subprocess.run(command, cwd=CHAPTER, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)
+
+
+def test_every_launch_file_starts_train_py_as_it_can_be_started(stubs) -> None:
+    environment = stubs("uv", 'printf "%q " "$@"')
+    sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    assert {"name", "resources", "num_nodes", "workdir", "file_mounts", "setup", "run"} == set(sky)
+    _, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    in_pod = {item["name"]: item["value"] for item in container["env"]}
+    in_sky = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
+    in_sky |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "winds-1"}
+    calls = {
+        "10.0.0.1:29400": (["bash", "-c", f"cd ..\n{sky['run']}"], in_sky),
+        "winds-0.winds:29400": (container["command"], in_pod),
+    }
+    for endpoint, (command, variables) in calls.items():
+        words = launched(command, environment | variables)
+        assert words[:2] == ["run", "torchrun"]
+        assert f"--rdzv-endpoint={endpoint}" in words
+        assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=c10d"} <= set(words)
+        assert words[words.index("train.py") :] == [
+            "train.py",
+            "--resume",
+            "auto",
+            "--output-dir",
+            "/outputs",
+        ]
+
+
+def test_torchrun_sh_wants_a_head() -> None:
+    without = {name: value for name, value in os.environ.items() if name != "HEAD"}
+    done = subprocess.run(["bash", LAUNCH / "torchrun.sh"], env=without, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "name the machine that hosts the rendezvous" in done.stderr
+
+
+def test_torchrun_sh_trains(tmp_path: Path) -> None:
+    environment = os.environ | {"HEAD": "localhost", "PORT": str(programs.free_port()), "PER_NODE": "2"}
+    environment |= {"RESTARTS": "0", "OMP_NUM_THREADS": "1", "UV_OFFLINE": "1"}
+    command = ["bash", LAUNCH / "torchrun.sh", *FLAGS, "--output-dir", tmp_path]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 12
+
+
+SRUN = """
+# As srun: start the tasks, hand on what the job is signalled, exit with the highest code.
+shift  # --kill-on-bad-exit=1
+for task in 0 1; do
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 "$@" &
+    echo $! >> "$TASKS"
+done
+highest=0
+for task in 0 1; do
+    wait -n; code=$?
+    [ $code -gt $highest ] && highest=$code
+done
+exit $highest
+"""
+
+
+def test_slurm_requeues_a_job_that_was_stopped_until_it_is_done(stubs, tmp_path: Path) -> None:
+    """With a stub of srun that starts two tasks as srun would, and of scontrol that writes down what it is told."""
+    stubs("srun", SRUN)
+    environment = stubs("scontrol", f'echo "$@" >> {tmp_path}/scontrol')
+    tasks = tmp_path / "tasks"
+    environment |= {"TASKS": str(tasks), "SLURM_SUBMIT_DIR": str(CHAPTER), "OMP_NUM_THREADS": "1"}
+    slurm = {"JOB_ID": 7, "JOB_NAME": "winds", "NTASKS": 2, "NTASKS_PER_NODE": 2, "NNODES": 1}
+    environment |= {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+    environment |= {"SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(programs.free_port())}
+    flags = [*FLAGS, "--max-steps", "400", "--checkpoint-every", "1000", "--output-dir", tmp_path / "run"]
+    command = ["bash", LAUNCH / "slurm.sbatch", *flags]
+    log = tmp_path / "run/metrics.csv"
+    job = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_for(lambda: (tmp_path / "run/last.ckpt").exists(), 60, "a first checkpoint")
+        time.sleep(1)
+        os.kill(int(tasks.read_text().split()[1]), signal.SIGUSR1)  # one task is enough
+        _, errors = job.communicate(timeout=60)
+    finally:
+        os.killpg(job.pid, signal.SIGKILL) if job.poll() is None else None
+    assert job.returncode == 143, errors
+    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
+    stopped = torch.load(tmp_path / "run/last.ckpt", weights_only=True)["global_step"]
+    assert 0 < stopped < 400
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
+    assert (tmp_path / f"run/resumed_at_{stopped}/metrics.csv").exists()
+    assert log.exists()
+
+
+def test_slurm_does_not_requeue_what_would_fail_again(stubs, tmp_path: Path) -> None:
+    stubs("srun", "exit 2")
+    environment = stubs("scontrol", f'echo "$@" >> {tmp_path}/scontrol')
+    environment |= {"SLURM_SUBMIT_DIR": str(CHAPTER), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", LAUNCH / "slurm.sbatch"], env=environment)
+    assert done.returncode == 2
+    assert not (tmp_path / "scontrol").exists()
+
+
+# ---------------------------------------------------------------------------- two nodes, one of them lost
+
+
+class Cluster:
+    """Two nodes on this machine: each an agent of torchrun, if possible in a network namespace of its own."""
+
+    def __init__(self, folder: Path, seconds: float, namespaces: bool):
+        self.folder, self.namespaces, self.agents = folder, namespaces, []
+        self.port, self.name = programs.free_port(), f"winds{os.getpid()}"
+        (folder / "slowly.py").write_text(SLOWLY)
+        run = [str(folder / "slowly.py"), str(CHAPTER / "train_ddp_by_hand.py"), str(folder), str(seconds)]
+        self.program = [*run, *FLAGS, "--resume", "auto", "--output-dir", str(folder), "--timeout", "60"]
+        if namespaces:
+            a, b = f"{self.name}a", f"{self.name}b"
+            for command in (
+                *(f"ip netns add {name}" for name in (a, b)),
+                f"ip link add {a[-8:]} netns {a} type veth peer name {b[-8:]} netns {b}",
+                *(f"ip -n {name} link set lo up" for name in (a, b)),
+                *(f"ip -n {n} addr add 10.77.0.{i}/24 dev {n[-8:]}" for i, n in ((1, a), (2, b))),
+                *(f"ip -n {name} link set {name[-8:]} up" for name in (a, b)),
+            ):
+                subprocess.run(command.split(), check=True, capture_output=True)
+
+    def start(self, node: int) -> subprocess.Popen:
+        """Start the agent of node 0, which hosts the rendezvous, or of node 1."""
+        host = "10.77.0.1" if self.namespaces else "127.0.0.1"
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        prefix = []
+        if self.namespaces:
+            name = f"{self.name}{'ab'[node]}"
+            prefix = ["ip", "netns", "exec", name]
+            environment["GLOO_SOCKET_IFNAME"] = name[-8:]
+        agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"]
+        agent += ["--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=winds", "--monitor-interval=0.2"]
+        agent += [f"--rdzv-endpoint={host}:{self.port}", "--rdzv-conf=last_call_timeout=3"]
+        if self.namespaces:
+            agent += [f"--local-addr=10.77.0.{node + 1}"]
+        log = open(self.folder / f"agent_{node}.log", "w")
+        command = [*prefix, *agent, *self.program]
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        self.agents.append(process)
+        return process
+
+    def workers(self) -> list[tuple[str, int]]:
+        """(name of the file that a worker wrote when it started, its process id), in the order of starts."""
+        return [(path.name, int(path.read_text() or 0)) for path in sorted(self.folder.glob("started_*"))]
+
+    def printed(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("agent_*.log")))
+
+    def end(self) -> None:
+        for _, pid in self.workers():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        for agent in self.agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+        if self.namespaces:
+            for letter in "ab":
+                subprocess.run(["ip", "netns", "delete", f"{self.name}{letter}"], capture_output=True)
+
+
+def may_make_namespaces() -> bool:
+    """Whether this test may make network namespaces: it needs iproute2 and root."""
+    if shutil.which("ip") is None:
+        return False
+    name = f"winds{os.getpid()}test"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    return made
+
+
+@pytest.fixture
+def cluster(tmp_path: Path):
+    """Make a cluster of two nodes, and leave no process and no namespace of it behind."""
+    made = []
+
+    def make(seconds: float = 0.5) -> Cluster:
+        made.append(Cluster(tmp_path, seconds, may_make_namespaces()))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The same run on one rank and on two, with nobody lost."""
+    folders = {ranks: tmp_path_factory.mktemp(f"undisturbed_{ranks}") for ranks in (1, 2)}
+    for ranks, folder in folders.items():
+        done = programs.run_ranks("02_multi_gpu/train_ddp_by_hand.py", ranks, *FLAGS, "--output-dir", folder)
+        assert [one.code for one in done] == [0] * ranks, done
+    return folders
+
+
+def test_a_killed_worker_is_started_again_and_ends_at_the_same_bits(cluster, undisturbed: dict) -> None:
+    nodes = cluster()
+    agents = [nodes.start(0), nodes.start(1)]
+    wait_for(lambda: saved_step(nodes.folder) >= 3, 90, "step 3")
+    started = nodes.workers()
+    assert sorted(name.partition("_rank_")[2] for name, _ in started[-2:]) == ["0_of_2", "1_of_2"]
+    os.kill(next(pid for name, pid in started[-2:] if "rank_1" in name), signal.SIGKILL)
+    assert [agent.wait(120) for agent in agents] == [0, 0], nodes.printed()
+    assert saved_step(nodes.folder) == 12
+    again = nodes.workers()[len(started) :]
+    assert {name.partition("_rank_")[2] for name, _ in again} == {"0_of_2", "1_of_2"}
+    assert list(nodes.folder.glob("resumed_at_*_rank_0.csv"))
+    torch.testing.assert_close(weights(nodes.folder), weights(undisturbed[2]), rtol=0, atol=0)
+
+
+def test_when_a_node_is_lost_the_other_goes_on_to_the_same_weights(cluster, undisturbed: dict) -> None:
+    nodes = cluster()
+    head, other = nodes.start(0), nodes.start(1)
+    wait_for(lambda: saved_step(nodes.folder) >= 3, 90, "step 3")
+    started = nodes.workers()
+    for pid in [pid for _, pid in started[-2:] if parent_of(pid) == other.pid]:
+        os.kill(pid, signal.SIGKILL)  # a node that is lost loses its worker, too
+    os.killpg(other.pid, signal.SIGKILL)
+    assert head.wait(150) == 0, nodes.printed()
+    assert saved_step(nodes.folder) == 12
+    assert nodes.workers()[-1][0].endswith("_rank_0_of_1")
+    assert json.loads((nodes.folder / "summary.json").read_text())["steps"] == 12
+    torch.testing.assert_close(weights(nodes.folder), weights(undisturbed[1]), **TOLERANCE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_to_torchrun_leaves_a_checkpoint_to_go_on_from(
+    ranks: int, cluster, undisturbed: dict
+) -> None:
+    nodes = cluster()
+    agents = [nodes.start(0), nodes.start(1)]
+    wait_for(lambda: saved_step(nodes.folder) >= 3, 90, "step 3")
+    agents[0].send_signal(signal.SIGTERM)
+    assert agents[0].wait(60) != 0
+    stopped = saved_step(nodes.folder)
+    assert 3 <= stopped < 12
+    nodes.end()
+    flags = [*FLAGS, "--resume", "--output-dir", nodes.folder]
+    done = programs.run_ranks("02_multi_gpu/train_ddp_by_hand.py", ranks, *flags)
+    assert [one.code for one in done] == [0] * ranks, done
+    same = {"rtol": 0, "atol": 0} if ranks == 2 else TOLERANCE
+    torch.testing.assert_close(weights(nodes.folder), weights(undisturbed[2]), **same)
