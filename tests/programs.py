@@ -133,13 +133,17 @@ class Program:
         self.process = CONTEXT.Process(target=_child, args=arguments)
         self.process.start()
 
+    def printed(self, name: str) -> str:
+        """What it has written to "out" or "err" so far."""
+        return Path(self.output.name, name).read_text()
+
     def wait(self, timeout: float = 120) -> Run:
         """How it ended, or TimeoutError, with what it printed, if it had to be killed."""
         self.process.join(max(0, timeout))
         if late := self.process.exitcode is None:
             self.process.kill()
             self.process.join()
-        out, err = (Path(self.output.name, name).read_text() for name in ("out", "err"))
+        out, err = self.printed("out"), self.printed("err")
         self.output.cleanup()
         if late:
             raise TimeoutError(f"{self.name} took more than {timeout:.0f} s; it printed {out}{err}")
@@ -151,6 +155,16 @@ def run(script: str, *argv: object, timeout: float = 120, **options: object) -> 
     return Program(script, *argv, **options).wait(timeout)
 
 
+def wait_for(condition, seconds: float, what: str):
+    """The first truthy value of `condition()`; AssertionError if there is none in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{what}: not within {seconds} s")
+
+
 def free_port() -> int:
     """A TCP port of this machine on which nobody listens."""
     with socket.socket() as listener:
@@ -158,13 +172,10 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_ranks(
-    script: str, ranks: int, *argv: object, timeout: float = 120, faults: dict[int, dict] | None = None
-) -> list[Run | TimeoutError]:
-    """Run a script as `torchrun --nproc-per-node RANKS` would; `faults` are given rank by rank.
-
-    A rank that does not end in time is killed, and has a TimeoutError in the place of its Run.
-    """
+def start_ranks(
+    script: str, ranks: int, *argv: object, faults: dict[int, dict] | None = None
+) -> list[Program]:
+    """Start a script as `torchrun --nproc-per-node RANKS` would; `faults` are given rank by rank."""
     port, programs = str(free_port()), []
     for rank in range(ranks):
         environment = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
@@ -172,7 +183,18 @@ def run_ranks(
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
         environment = {name: str(value) for name, value in environment.items()}
         programs.append(Program(script, *argv, environment=environment, **(faults or {}).get(rank, {})))
-    deadline, ended = time.monotonic() + timeout, []
+    return programs
+
+
+def run_ranks(
+    script: str, ranks: int, *argv: object, timeout: float = 120, **options
+) -> list[Run | TimeoutError]:
+    """Run a script on several ranks, see start_ranks, to the end of the last of them.
+
+    A rank that does not end in time is killed, and has a TimeoutError in the place of its Run.
+    """
+    programs, ended = start_ranks(script, ranks, *argv, **options), []
+    deadline = time.monotonic() + timeout
     for program in programs:
         try:
             ended.append(program.wait(deadline - time.monotonic()))

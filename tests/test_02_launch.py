@@ -6,13 +6,15 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import book
 import kubernetes_validate
 import programs
+import psutil
 import pytest
 import torch
 import yaml
@@ -23,44 +25,33 @@ LAUNCH = CHAPTER / "launch"
 FLAGS = "--patch-size 16 --batch-size 4 --max-steps 12 --checkpoint-every 3 --validate-every 100".split()
 TOLERANCE = {"rtol": 1e-3, "atol": 5e-5}  # of weights after 12 steps, as in test_02_multi_gpu.py
 
-# What torchrun starts in the place of train_ddp_by_hand.py: the same, slowed down, so that a signal hits it
-# in the middle, and with its process id in a file. A killed worker does so only once.
-SLOWLY = """
+# What torchrun.sh starts in the place of train.py: train_ddp_by_hand.py, slowed down, so that a signal hits
+# it in the middle, and with its process id in a file beside the checkpoint.
+SLOWLY = f"""
 import os, runpy, sys, time
 from pathlib import Path
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-script, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
-folder.mkdir(parents=True, exist_ok=True)
-name = f"started_{time.time():.6f}_rank_{os.environ['RANK']}_of_{os.environ['WORLD_SIZE']}"
+folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+name = f"started_{{time.time():.6f}}_rank_{{os.environ['RANK']}}_of_{{os.environ['WORLD_SIZE']}}"
 (folder / name).write_text(str(os.getpid()))
-register_optimizer_step_pre_hook(lambda *_: time.sleep(seconds))
-sys.argv = [script, *sys.argv[4:]]
-sys.path.insert(0, str(Path(script).parent))
-runpy.run_path(script, run_name="__main__")
+register_optimizer_step_pre_hook(lambda *_: time.sleep(0.5))
+sys.path.insert(0, {str(CHAPTER)!r})
+runpy.run_path({str(CHAPTER / "train_ddp_by_hand.py")!r}, run_name="__main__")
 """
 
 
-def wait_for(condition, seconds: float, what: str):
-    """The first truthy value of `condition()`; AssertionError if there is none in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.1)
-    raise AssertionError(f"{what}: not within {seconds} s")
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def saved_step(folder: Path) -> int:
+def saved_step(folder: Path, name: str = "step") -> int:
     """The step of a run's last checkpoint; -1 if there is none yet."""
     try:
-        return torch.load(folder / "last.ckpt", weights_only=True)["step"]
+        return torch.load(folder / "last.ckpt", weights_only=True)[name]
     except FileNotFoundError:
         return -1
+
+
+def global_step(folder: Path) -> int:
+    """The same, of a run of Lightning."""
+    return saved_step(folder, "global_step")
 
 
 # ---------------------------------------------------------------------------------- the launch files
@@ -86,13 +77,13 @@ def test_kubernetes_accepts_the_manifest() -> None:
 def test_the_pods_find_the_rendezvous_and_the_volumes() -> None:
     service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
     pod = job["spec"]["template"]["spec"]
-    environment = {item["name"]: item["value"] for item in pod["containers"][0]["env"]}
-    assert environment["HEAD"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    environment = {item["name"]: item.get("value") for item in pod["containers"][0]["env"]}
+    assert environment["HEAD"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}:29400"
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
-    assert int(environment["NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert int(environment["MAX_NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
     gpus = pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-    assert environment["PER_NODE"] == gpus
+    assert environment["PROCESSES"] == gpus
     mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}
 
@@ -112,53 +103,65 @@ def stubs(tmp_path: Path):
 
 
 def launched(command: list, environment: dict) -> list[str]:
-    """The arguments that a launch file gives to torchrun, from a stub of `uv` that prints them."""
+    """The arguments that a launch file gives to torchrun, from a stub of Python that prints them."""
     done = subprocess.run(command, cwd=CHAPTER, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return shlex.split(done.stdout)
 
 
-def test_every_launch_file_starts_train_py_as_it_can_be_started(stubs) -> None:
-    environment = stubs("uv", 'printf "%q " "$@"')
+@pytest.mark.parametrize("node", [0, 1])
+def test_every_launch_file_starts_train_py_on_its_nodes(node: int, stubs, tmp_path: Path) -> None:
+    stubs("python", 'printf "%q " "$@"')
+    environment = stubs("uv", f"echo {tmp_path}/bin/python")
     sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     assert {"name", "resources", "num_nodes", "workdir", "file_mounts", "setup", "run"} == set(sky)
     _, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
     container = job["spec"]["template"]["spec"]["containers"][0]
-    in_pod = {item["name"]: item["value"] for item in container["env"]}
+    fields = {  # what Kubernetes puts there
+        "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(node),
+        "status.podIP": f"10.0.0.{node + 1}",
+    }
+    in_pod = {
+        item["name"]: item.get("value") or fields[item["valueFrom"]["fieldRef"]["fieldPath"]]
+        for item in container["env"]
+    }
     in_sky = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
-    in_sky |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "winds-1"}
+    in_sky |= {
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        "SKYPILOT_TASK_ID": "winds-1",
+        "SKYPILOT_NODE_RANK": str(node),
+    }
     calls = {
         "10.0.0.1:29400": (["bash", "-c", f"cd ..\n{sky['run']}"], in_sky),
         "winds-0.winds:29400": (container["command"], in_pod),
     }
     for endpoint, (command, variables) in calls.items():
         words = launched(command, environment | variables)
-        assert words[:2] == ["run", "torchrun"]
-        assert f"--rdzv-endpoint={endpoint}" in words
-        assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=c10d"} <= set(words)
-        assert words[words.index("train.py") :] == [
-            "train.py",
-            "--resume",
-            "auto",
-            "--output-dir",
-            "/outputs",
-        ]
+        given = dict(pairwise(words))
+        assert given["-m"] == "torch.distributed.run"
+        assert given["--rdzv-endpoint"] == endpoint
+        assert (given["--nnodes"], given["--nproc-per-node"], given["--rdzv-backend"]) == ("1:2", "8", "c10d")
+        assert given["--local-addr"] == f"10.0.0.{node + 1}"
+        assert f"is_host={'true' if node == 0 else 'false'}" in given["--rdzv-conf"].split(",")
+        assert words[words.index("train.py") :] == "train.py --resume auto --output-dir /outputs".split()
 
 
-def test_torchrun_sh_wants_a_head() -> None:
-    without = {name: value for name, value in os.environ.items() if name != "HEAD"}
-    done = subprocess.run(["bash", LAUNCH / "torchrun.sh"], env=without, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "name the machine that hosts the rendezvous" in done.stderr
-
-
-def test_torchrun_sh_trains(tmp_path: Path) -> None:
-    environment = os.environ | {"HEAD": "localhost", "PORT": str(programs.free_port()), "PER_NODE": "2"}
-    environment |= {"RESTARTS": "0", "OMP_NUM_THREADS": "1", "UV_OFFLINE": "1"}
-    command = ["bash", LAUNCH / "torchrun.sh", *FLAGS, "--output-dir", tmp_path]
+def test_torchrun_sh_trains_stops_and_goes_on(tmp_path: Path) -> None:
+    environment = os.environ | {"HEAD": f"localhost:{programs.free_port()}", "OMP_NUM_THREADS": "1"}
+    environment |= {"MAX_NODES": "1", "PROCESSES": "2", "MAX_RESTARTS": "0"}
+    flags = [*FLAGS, "--max-steps", "400", "--output-dir", tmp_path]
+    command = ["bash", LAUNCH / "torchrun.sh", *flags]
+    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    programs.wait_for(lambda: global_step(tmp_path) >= 3, 90, "step 3")
+    run.terminate()
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 143, errors
+    stopped = global_step(tmp_path)
+    assert 3 <= stopped < 400
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 12
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 400
+    assert (tmp_path / f"resumed_at_{stopped}/metrics.csv").exists()
 
 
 SRUN = """
@@ -193,7 +196,7 @@ def test_slurm_requeues_a_job_that_was_stopped_until_it_is_done(stubs, tmp_path:
         command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        wait_for(lambda: (tmp_path / "run/last.ckpt").exists(), 60, "a first checkpoint")
+        programs.wait_for(lambda: (tmp_path / "run/last.ckpt").exists(), 60, "a first checkpoint")
         time.sleep(1)
         os.kill(int(tasks.read_text().split()[1]), signal.SIGUSR1)  # one task is enough
         _, errors = job.communicate(timeout=60)
@@ -223,14 +226,12 @@ def test_slurm_does_not_requeue_what_would_fail_again(stubs, tmp_path: Path) -> 
 
 
 class Cluster:
-    """Two nodes on this machine: each an agent of torchrun, if possible in a network namespace of its own."""
+    """Two nodes on this machine, each with an agent of torchrun.sh, if possible in a network namespace of its own."""
 
-    def __init__(self, folder: Path, seconds: float, namespaces: bool):
+    def __init__(self, folder: Path, namespaces: bool):
         self.folder, self.namespaces, self.agents = folder, namespaces, []
         self.port, self.name = programs.free_port(), f"winds{os.getpid()}"
         (folder / "slowly.py").write_text(SLOWLY)
-        run = [str(folder / "slowly.py"), str(CHAPTER / "train_ddp_by_hand.py"), str(folder), str(seconds)]
-        self.program = [*run, *FLAGS, "--resume", "auto", "--output-dir", str(folder), "--timeout", "60"]
         if namespaces:
             a, b = f"{self.name}a", f"{self.name}b"
             for command in (
@@ -243,24 +244,27 @@ class Cluster:
                 subprocess.run(command.split(), check=True, capture_output=True)
 
     def start(self, node: int) -> subprocess.Popen:
-        """Start the agent of node 0, which hosts the rendezvous, or of node 1."""
+        """Start torchrun.sh on node 0, which hosts the rendezvous, or on node 1."""
         host = "10.77.0.1" if self.namespaces else "127.0.0.1"
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"HEAD": f"{host}:{self.port}", "NODE": str(node), "PROCESSES": "1"}
+        environment |= {"SCRIPT": str(self.folder / "slowly.py"), "OMP_NUM_THREADS": "1"}
+        environment["RDZV_CONF"] = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+        environment["LOCAL_ADDR"] = f"10.77.0.{node + 1}" if self.namespaces else host
         prefix = []
         if self.namespaces:
             name = f"{self.name}{'ab'[node]}"
-            prefix = ["ip", "netns", "exec", name]
-            environment["GLOO_SOCKET_IFNAME"] = name[-8:]
-        agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"]
-        agent += ["--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=winds", "--monitor-interval=0.2"]
-        agent += [f"--rdzv-endpoint={host}:{self.port}", "--rdzv-conf=last_call_timeout=3"]
-        if self.namespaces:
-            agent += [f"--local-addr=10.77.0.{node + 1}"]
+            prefix, environment["GLOO_SOCKET_IFNAME"] = ["ip", "netns", "exec", name], name[-8:]
+        command = [*prefix, "bash", LAUNCH / "torchrun.sh", *FLAGS, "--output-dir", self.folder]
         log = open(self.folder / f"agent_{node}.log", "w")
-        command = [*prefix, *agent, *self.program]
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         self.agents.append(process)
         return process
+
+    def lose(self, agent: subprocess.Popen) -> None:
+        """Take a node away at once, with all that runs on it."""
+        family = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
+        for process in family:
+            process.kill()
 
     def workers(self) -> list[tuple[str, int]]:
         """(name of the file that a worker wrote when it started, its process id), in the order of starts."""
@@ -270,15 +274,13 @@ class Cluster:
         return "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("agent_*.log")))
 
     def end(self) -> None:
-        for _, pid in self.workers():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         for agent in self.agents:
             if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGKILL)
+                self.lose(agent)
             agent.wait()
+        for _, pid in self.workers():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         if self.namespaces:
             for letter in "ab":
                 subprocess.run(["ip", "netns", "delete", f"{self.name}{letter}"], capture_output=True)
@@ -300,8 +302,8 @@ def cluster(tmp_path: Path):
     """Make a cluster of two nodes, and leave no process and no namespace of it behind."""
     made = []
 
-    def make(seconds: float = 0.5) -> Cluster:
-        made.append(Cluster(tmp_path, seconds, may_make_namespaces()))
+    def make() -> Cluster:
+        made.append(Cluster(tmp_path, may_make_namespaces()))
         return made[-1]
 
     yield make
@@ -322,7 +324,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 def test_a_killed_worker_is_started_again_and_ends_at_the_same_bits(cluster, undisturbed: dict) -> None:
     nodes = cluster()
     agents = [nodes.start(0), nodes.start(1)]
-    wait_for(lambda: saved_step(nodes.folder) >= 3, 90, "step 3")
+    programs.wait_for(lambda: saved_step(nodes.folder) >= 3, 90, "step 3")
     started = nodes.workers()
     assert sorted(name.partition("_rank_")[2] for name, _ in started[-2:]) == ["0_of_2", "1_of_2"]
     os.kill(next(pid for name, pid in started[-2:] if "rank_1" in name), signal.SIGKILL)
@@ -337,11 +339,10 @@ def test_a_killed_worker_is_started_again_and_ends_at_the_same_bits(cluster, und
 def test_when_a_node_is_lost_the_other_goes_on_to_the_same_weights(cluster, undisturbed: dict) -> None:
     nodes = cluster()
     head, other = nodes.start(0), nodes.start(1)
-    wait_for(lambda: saved_step(nodes.folder) >= 3, 90, "step 3")
+    programs.wait_for(lambda: saved_step(nodes.folder) >= 3, 90, "step 3")
     started = nodes.workers()
-    for pid in [pid for _, pid in started[-2:] if parent_of(pid) == other.pid]:
-        os.kill(pid, signal.SIGKILL)  # a node that is lost loses its worker, too
-    os.killpg(other.pid, signal.SIGKILL)
+    assert len(started) == 2
+    nodes.lose(other)
     assert head.wait(150) == 0, nodes.printed()
     assert saved_step(nodes.folder) == 12
     assert nodes.workers()[-1][0].endswith("_rank_0_of_1")
@@ -355,9 +356,9 @@ def test_sigterm_to_torchrun_leaves_a_checkpoint_to_go_on_from(
 ) -> None:
     nodes = cluster()
     agents = [nodes.start(0), nodes.start(1)]
-    wait_for(lambda: saved_step(nodes.folder) >= 3, 90, "step 3")
+    programs.wait_for(lambda: saved_step(nodes.folder) >= 3, 90, "step 3")
     agents[0].send_signal(signal.SIGTERM)
-    assert agents[0].wait(60) != 0
+    assert agents[0].wait(60) == 143, nodes.printed()
     stopped = saved_step(nodes.folder)
     assert 3 <= stopped < 12
     nodes.end()

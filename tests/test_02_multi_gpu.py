@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -201,6 +202,35 @@ def test_ranks_that_find_different_checkpoints_refuse_to_train(tmp_path: Path, w
         module.on_train_start()
 
 
+def test_the_recipe_for_hangs_finds_the_guilty_rank(tmp_path: Path) -> None:
+    """Rank 1 stalls. Its log ends a step earlier than that of rank 0, and the stacks tell who waits for whom."""
+    ranks = programs.start_ranks(
+        BY_HAND, 2, *SMALL, "--output-dir", tmp_path, faults={1: {"stall_at_step": 2}}
+    )
+
+    def last_step(rank: int) -> str:
+        path = tmp_path / f"metrics_rank_{rank}.csv"
+        return path.read_text().splitlines()[-1].partition(",")[0] if path.exists() else ""
+
+    def stack(rank: int) -> str:
+        return ranks[rank].printed("err").partition("Current thread")[2]
+
+    try:
+        programs.wait_for(lambda: last_step(0) == "2", 60, "step 2 of rank 0")
+        time.sleep(1)
+        assert (last_step(0), last_step(1)) == ("2", "1")
+        for rank in ranks:
+            os.kill(rank.process.pid, signal.SIGUSR2)
+        programs.wait_for(lambda: "in main" in stack(0) and "in main" in stack(1), 10, "two stacks")
+        assert re.search(r"in (backward|all_reduce)\n(.*\n)*.*in train_step\n", stack(0))
+        assert "in _stall_at_optimizer_step" in stack(1) or "programs.py" in stack(1)
+        assert "in all_reduce" not in stack(1)
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
+
+
 # --------------------------------------------------------------------------------------- wrong ways
 
 
@@ -270,6 +300,91 @@ def test_the_committed_wrong_ways_are_these(ways: dict) -> None:
         for name in ("wrong", "right", "truth"):
             if isinstance(row.get(name), float) and row[name] > 1e-3:
                 assert found[name] == pytest.approx(row[name], rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------- measuring
+
+
+@pytest.fixture(scope="module")
+def scaling():
+    """The module scaling.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(CHAPTER))
+        return importlib.import_module("scaling")
+
+
+@pytest.fixture(scope="module")
+def measured(scaling) -> dict[str, list[dict]]:
+    """What scaling.py's quick studies find on this machine in a few steps."""
+    studies = ["scaling", "allreduce", "options", "timeline"]
+    return scaling.main(
+        [*studies, "--devices", "2", "--steps", "3", "--repeats", "1", "--accelerator", "cpu"]
+    )
+
+
+def test_scaling_measures_weak_and_strong_and_a_fair_rival(measured: dict) -> None:
+    rows = {(row["mode"], row["devices"]): row for row in measured["scaling"]}
+    assert [rows["weak", n]["global_batch"] for n in (1, 2)] == [8, 16]
+    assert [rows["strong", n]["global_batch"] for n in (1, 2)] == [8, 8]
+    assert rows["one process, as many threads", 1]["threads"] == 2
+    for row in rows.values():
+        assert len(row["steps"]) == 3
+        assert row["samples_per_second"]["median"] == pytest.approx(
+            row["global_batch"] / row["step_seconds"]["median"], rel=1e-3
+        )
+
+
+def test_a_large_all_reduce_takes_longer_than_a_small_one(measured: dict) -> None:
+    seconds = [row["seconds"]["median"] for row in measured["allreduce"]]
+    assert seconds[-1] > 3 * seconds[0]
+
+
+def test_compression_sends_fewer_bytes(measured: dict) -> None:
+    sent = {row["option"]: row.get("bytes_per_step") for row in measured["options"]}
+    whole = measured["scaling"][0]["gradient_bytes"]
+    assert (sent["hook: no compression"], sent["hook: bf16"]) == (whole, whole // 2)
+    assert sent["hook: PowerSGD, rank 2"] < whole / 10
+
+
+def test_a_straggler_holds_up_the_other_rank(measured: dict) -> None:
+    def length(straggler: bool) -> float:
+        rows = [row for row in measured["timeline"] if (row["rank"], row["straggler"]) == (0, straggler)]
+        return np.median([row["optimizer"] for row in rows])
+
+    assert length(True) > length(False) + 0.03  # rank 1 is 0.05 s late
+
+
+def test_the_committed_scaling_is_of_this_script(scaling) -> None:
+    rows = book.results("02_multi_gpu/results/scaling.json")["rows"]
+    weak = next(row for row in rows if (row["mode"], row["devices"], row["threads"]) == ("weak", 2, 1))
+    assert weak["efficiency"] == scaling.efficiency(weak, rows)
+    commands = book.results("02_multi_gpu/results/commands.json")["rows"]
+    assert {(row["script"], row["devices"]) for row in commands} == {
+        (Path(script).name, devices) for script in SCRIPTS for devices in (1, 2)
+    }
+    assert max(row["wall_seconds"]["max"] for row in commands) < 90
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["speed"], "speed: no such study; choose from scaling, allreduce, "),
+        (["--devices", 999, "--accelerator", "cpu"], f"--devices 999: there are {os.cpu_count()} cores"),
+        (["--devices", 2, "--device-batch", 9], "--device-batch 9: 2 devices do not divide it"),
+    ],
+)
+def test_scaling_refuses_what_it_cannot_measure(flags: list, message: str) -> None:
+    done = programs.run("02_multi_gpu/scaling.py", *flags)
+    assert (done.code, done.out) == (2, "")
+    assert re.fullmatch(rf"scaling.py: error: {message}.*\n", done.err), done.err
+
+
+def test_the_notebook_runs_with_reduced_settings() -> None:
+    notebook = book.execute(CHAPTER / "notebook.ipynb", {"MAX_STEPS": 4}, timeout=600)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert re.findall(r"(\d process\w*)\nRMSE over the unseen cells", printed) == ["1 process", "2 processes"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 7
 
 
 # ------------------------------------------------------------------------------------- as a reader runs it
