@@ -72,11 +72,12 @@ IDEAL = "stragglers alone, no communication"
 # leaves memory for more. A token costs 6 operations a parameter (https://arxiv.org/abs/2001.08361).
 SIZES = {"100 M": (1e8, 32768), "1 B": (1e9, 16384), "7 B": (7e9, 4096)}
 
-# Bytes for each parameter. "mixed" is the sum of ZeRO's section 3.1 (https://arxiv.org/abs/1910.02054).
-# PyTorch's autocast keeps float32 parameters and gradients instead, and no master copy: also 16 in all.
+# Bytes for each parameter. PyTorch's autocast keeps float32 parameters and gradients, as does float32 itself.
+# "mixed", 16-bit ones beside a float32 master copy, is the sum of ZeRO's section 3.1
+# (https://arxiv.org/abs/1910.02054): also 16 in all, but half as much to send.
 STATE = {
+    "autocast": {"parameters": 4, "gradients": 4, "Adam's moments": 8, "master weights": 0},
     "mixed": {"parameters": 2, "gradients": 2, "Adam's moments": 8, "master weights": 4},
-    "float32": {"parameters": 4, "gradients": 4, "Adam's moments": 8, "master weights": 0},
 }
 WAYS = {
     "DDP": {},
@@ -285,7 +286,7 @@ def memory(
     parameters: float,
     devices: int = 1,
     sharded: bool = False,
-    precision: str = "mixed",
+    precision: str = "autocast",
     activations: float = 0.0,
     units: int = 32,
     bucket_view: bool = False,
@@ -460,7 +461,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--link-share", default=0.8, help="share of the line rate that an all-reduce attains", **number)
     add("--backward-share", default=2 / 3, help="of the compute time: twice the forward's work", **number)
     add("--bucket-mb", help="DDP's bucket_cap_mb; without it, 1 for the first, 25 for the others", **number)
-    add("--precision", choices=tuple(STATE), default="mixed", help="what is kept for each parameter")
+    add("--precision", choices=tuple(STATE), default="autocast", help="what is kept for each parameter")
     add("--gpu-memory", default=80, help="of each GPU, in GB", **number)
     add("--activation-gb", default=2, help="for each sample, the same for every model", **number)
     add("--device-batch", type=int, default=1, help="samples on each GPU, for the activations")

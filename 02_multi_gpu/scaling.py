@@ -114,16 +114,17 @@ class Step:
         self.optimizer.step()
 
     def time(self, steps: int, synchronise: bool = True) -> list[float]:
-        """Seconds of each step, after one that does not count; the ranks start together."""
+        """Seconds of each step, after two that do not count, for DDP lays its buckets out anew in the second.
+        The ranks start together."""
         torch.set_num_threads(self.threads)
         seconds = []
-        for _ in range(steps + 1):
+        for _ in range(steps + 2):
             distributed.barrier(self.bench.groups[self.ranks])
             began = self.bench.clock()
             self.run(synchronise)
             seconds.append(self.bench.clock() - began)
         torch.set_num_threads(1)
-        return seconds[1:]
+        return seconds[2:]
 
 
 def scaling(bench: Bench) -> list[dict]:
@@ -135,6 +136,7 @@ def scaling(bench: Bench) -> list[dict]:
             cases.append(("strong", ranks, base // ranks, 1))
     if not bench.args.gpu and bench.ranks > 1:
         cases.append(("one process, as many threads", 1, base, bench.ranks))
+        cases.append(("as many threads in each process", bench.ranks, base // bench.ranks, bench.ranks))
     steps, compute = {case: [] for case in cases}, {case: [] for case in cases}
     for _ in bench.progress(range(bench.args.repeats), "scaling"):
         for case in cases:
@@ -153,8 +155,8 @@ def scaling(bench: Bench) -> list[dict]:
         row = {"mode": mode, "devices": ranks, "threads": threads, "global_batch": batch * ranks}
         row |= {"device_batch": batch, "step_seconds": spread(together)}
         row["compute_seconds"] = spread([max(at_once) for at_once in zip(*alone)])
-        repeats = [together[i :: bench.args.repeats] for i in range(bench.args.repeats)]
-        row["samples_per_second"] = spread([batch * ranks / median(part) for part in repeats])
+        stretches = [together[i : i + bench.args.steps] for i in range(0, len(together), bench.args.steps)]
+        row["samples_per_second"] = spread([batch * ranks / median(part) for part in stretches])
         network = bench.network()
         row["parameters"] = sum(part.numel() for part in network.parameters())
         row["gradient_bytes"] = sum(part.numel() * part.element_size() for part in network.parameters())
@@ -172,7 +174,8 @@ def efficiency(row: dict, rows: list[dict]) -> float:
     """Samples/s for each core or GPU, against one device with one thread and the whole batch."""
     one = next(other for other in rows if other["mode"] == "weak" and other["devices"] == 1)
     speed_up = row["samples_per_second"]["median"] / one["samples_per_second"]["median"]
-    return speed_up / (row["devices"] * row["threads"])
+    cores = min(row["devices"] * row["threads"], max(other["devices"] for other in rows))
+    return speed_up / cores
 
 
 def allreduce(bench: Bench) -> list[dict]:
@@ -255,11 +258,12 @@ def options(bench: Bench) -> list[dict]:
 
 
 def compression(bench: Bench) -> list[dict]:
-    """The RMSE that a run of 300 steps reaches with each compression hook: one seed, the same batches."""
+    """The RMSE that a run of 300 steps reaches with each compression hook, on the same batches."""
     rows = []
     for name, hook in HOOKS.items():
-        rmse, _ = learn(bench, chapter.BASE_BATCH, 300, bench.flags.learning_rate, 0, hook)
-        rows.append({"hook": name, "steps": 300, "seed": 0, "rmse": rmse})
+        for seed in range(bench.args.seeds):
+            rmse, _ = learn(bench, chapter.BASE_BATCH, 300, bench.flags.learning_rate, seed, hook)
+            rows.append({"hook": name, "steps": 300, "seed": seed, "rmse": rmse})
     return rows
 
 
@@ -307,7 +311,10 @@ def learning_rates(bench: Bench) -> list[dict]:
 
 
 def timeline(bench: Bench) -> list[dict]:
-    """What each rank does in a step, in seconds since the step began: evenly, and with one rank held up."""
+    """What each rank does in a step, in seconds since the step began: evenly, and with one rank held up.
+
+    On CPU only: on a GPU, the moment at which a hook is called is not the moment at which a bucket is ready.
+    """
     rows, batch = [], bench.args.device_batch // bench.ranks
     buckets = {}
 
@@ -381,7 +388,7 @@ def commands(args: argparse.Namespace) -> list[dict]:
     runs = {case: [] for case in cases}
     for seed in tqdm(range(args.seeds), "commands"):
         for script, n in cases:
-            flags = ["--seed", str(seed)]
+            flags = ["--seed", str(seed), "--accelerator", args.accelerator]
             by_lightning = [sys.executable, script, "--devices", str(n), *flags]
             runs[script, n].append(run(by_lightning if script == "train.py" else torchrun(n, *flags), n))
     measured = ("rmse", "samples_per_second", "data_wait_share", "wall_seconds")
@@ -395,22 +402,60 @@ def commands(args: argparse.Namespace) -> list[dict]:
 
 
 def agreement(args: argparse.Namespace) -> list[dict]:
-    """How far the weights and the RMSE of 2 and 3 processes are from those of one, as a run goes on."""
+    """How far the weights and the RMSE of other runs are from those of one process, as a run goes on."""
+    others = {"one process, 3 micro-batches": (1, 3), "two processes": (2, 1), "three processes": (3, 1)}
     rows = []
     for steps in tqdm((10, 100, 300), "agreement"):
         flags = ("--batch-size", "12", "--max-steps", str(steps), "--accelerator", "cpu")
-        found = {n: run(torchrun(n, *flags), n) for n in (1, 2, 3)}
-        one = found.pop(1)
+        one = run(torchrun(1, *flags))
         largest = max(part.abs().max().item() for part in one["weights"].values())
-        for n, other in found.items():
+        for name, (ranks, accumulate) in others.items():
+            other = run(torchrun(ranks, *flags, "--accumulate", str(accumulate)), ranks)
             pairs = zip(one["weights"].values(), other["weights"].values())
             difference = max((a - b).abs().max().item() for a, b in pairs)
-            row = {"devices": n, "steps": steps, "weights": difference, "largest_weight": largest}
+            row = {"run": name, "steps": steps, "weights": difference, "largest_weight": largest}
             rows.append(row | {"rmse": other["rmse"], "rmse_of_one": one["rmse"]})
     return rows
 
 
-PROGRAMS = {study.__name__: study for study in (commands, agreement)}  # studies that start programs
+def rounding(args: argparse.Namespace) -> list[dict]:
+    """The error of a batch's gradient, whole and as the mean of two halves, against double precision.
+
+    It is the largest difference over the largest component, as in wrong_ways.py. Two processes do the same
+    as two halves: the error says how far apart they may be without anything being wrong.
+    """
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    training, _ = chapter.make_patches(chapter.parse_arguments([]))
+    batch = default_collate([training[0, k] for k in range(chapter.BASE_BATCH)])
+
+    def gradient(parts: int, dtype: torch.dtype, onednn: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = chapter.UNet().to(dtype)
+        cut = {name: value.to(dtype).chunk(parts) for name, value in batch.items()}
+        with torch.backends.mkldnn.flags(enabled=onednn):
+            for number in range(parts):
+                part = {name: pieces[number] for name, pieces in cut.items()}
+                loss, _ = chapter.masked_loss(model(part["input"], part["noise"]), part)
+                (loss / parts).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
+
+    truth = gradient(1, torch.float64, False)
+    kinds = {
+        "oneDNN": (torch.float32, True),
+        "plain": (torch.float32, False),
+        "double": (torch.float64, False),
+    }
+    rows = []
+    for name, (dtype, onednn) in kinds.items():
+        for parts in (1, 2):
+            error = (gradient(parts, dtype, onednn) - truth).abs().max() / truth.abs().max()
+            rows.append({"convolutions": name, "parts": parts, "error": error.item()})
+    return rows
+
+
+PROGRAMS = {
+    study.__name__: study for study in (commands, agreement, rounding)
+}  # on this process, not on ranks
 STUDIES = {
     study.__name__: study for study in (scaling, allreduce, options, compression, timeline, learning_rates)
 }
@@ -421,7 +466,7 @@ def draw(rows: list[dict]) -> Figure:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     rows = [row for row in rows if row["mode"] in ("weak", "strong")]
-    for mode, colour, marker in (("weak", "#0072B2", "o"), ("strong", "#D55E00", "s")):
+    for mode, colour, marker in (("weak", "#009E73", "o"), ("strong", "#E69F00", "s")):
         part = [row for row in rows if row["mode"] == mode]
         devices, rates = [row["devices"] for row in part], [row["samples_per_second"] for row in part]
         middle = [rate["median"] for rate in rates]
@@ -438,7 +483,7 @@ def draw(rows: list[dict]) -> Figure:
     labels = [f"{row['mode']}, {row['devices']} x {row['device_batch']} samples" for row in rows]
     compute = [1e3 * row["compute_seconds"]["median"] for row in rows]
     exposed = [max(0, 1e3 * row["step_seconds"]["median"] - alone) for row, alone in zip(rows, compute)]
-    right.barh(labels, compute, color="#009E73", label="compute")
+    right.barh(labels, compute, color="#0072B2", label="compute")
     right.barh(labels, exposed, left=compute, color="#CC79A7", label="communication not hidden")
     right.set(xlabel="ms a step (median)")
     right.invert_yaxis()
@@ -496,7 +541,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser = chapter.Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(names)}; all if none")
-    add("--devices", type=int, help="most devices to use; all GPUs if not given, or all cores")
+    add("--devices", type=int, help="most devices to use; if not given, as many as divide a batch of 8")
     add("--device-batch", type=int, help="samples for each device; if not given, 8 on CPU, 256 on a GPU")
     add("--steps", type=int, default=10, help="steps that are timed at a stretch (default: 10)")
     add("--repeats", type=int, default=7, help="such stretches, in turn with the alternatives (default: 7)")
@@ -510,13 +555,21 @@ def main(argv: list[str] | None = None) -> dict:
     if args.accelerator == "gpu" and not args.gpu:
         raise chapter.InputError("--accelerator gpu: this machine has none; give auto or cpu")
     found = torch.accelerator.device_count() if args.gpu else os.cpu_count()
-    ranks, chosen = args.devices or found, args.studies or names
+    if args.gpu and "timeline" in args.studies:
+        raise chapter.InputError("timeline: give --accelerator cpu, for a GPU's hooks do not tell its times")
+    chosen = args.studies or [name for name in names if not (args.gpu and name == "timeline")]
+    base = chapter.BASE_BATCH
+    ranks = args.devices or max(n for n in range(1, found + 1) if base % n == 0)
     args.devices, args.studies = ranks, [name for name in chosen if name in STUDIES]
     args.device_batch = args.device_batch or (256 if args.gpu else 8)
     if not 1 <= ranks <= found:
         raise chapter.InputError(f"--devices {ranks}: there are {found} {'GPUs' if args.gpu else 'cores'}")
     if args.device_batch % ranks:
         raise chapter.InputError(f"--device-batch {args.device_batch}: {ranks} devices do not divide it")
+    if base % ranks and {"commands", "compression", "learning_rates"} & set(chosen):
+        raise chapter.InputError(
+            f"--devices {ranks}: they do not divide a batch of {base}; give 1, 2, 4 or 8"
+        )
 
     rows = launch(ranks, args) if args.studies else {}
     rows |= {name: PROGRAMS[name](args) for name in chosen if name in PROGRAMS}
@@ -526,7 +579,8 @@ def main(argv: list[str] | None = None) -> dict:
             print(name, {key: value for key, value in row.items() if key not in short})
     if args.save_results:
         RESULTS.mkdir(exist_ok=True)
-        versions = {"python": platform.python_version(), "torch": version("torch").split("+")[0]}
+        versions = {name: version(name).split("+")[0] for name in ("torch", "lightning")}
+        versions = {"python": platform.python_version()} | versions
         suffix = "_gpu" if args.gpu else ""
         for name, part in rows.items():
             results = {"command": f"uv run python scaling.py {name}", "date": str(date.today())}

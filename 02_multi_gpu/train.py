@@ -9,6 +9,7 @@ You should see one progress bar, whatever the number of processes, and the RMSE 
 """
 
 import argparse
+import faulthandler
 import json
 import logging
 import math
@@ -16,8 +17,10 @@ import os
 import resource
 import signal
 import sys
+import traceback
 import warnings
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -205,6 +208,12 @@ class TimedLoader:
             asked = perf_counter()
             self.works.append(asked - given)
 
+    def by_step(self, accumulate: int) -> Iterator[np.ndarray]:
+        """The seconds of waiting, and those of work, of each whole step of so many micro-batches."""
+        whole = len(self.works) // accumulate * accumulate
+        for seconds in (self.waits, self.works):
+            yield np.reshape(seconds[:whole], (-1, accumulate)).sum(axis=1)
+
 
 class WindData(LightningDataModule):
     """Say which patches to train and to validate on; Lightning decides when, and on which device."""
@@ -213,13 +222,6 @@ class WindData(LightningDataModule):
         super().__init__()
         self.args = args
         self.training, self.validation = make_patches(args)
-        self.configuration = describe(args, self.training)
-        self.prepare_data_per_node = False
-
-    def prepare_data(self) -> None:
-        # Lightning calls this on rank 0 once all ranks have met: until then, nothing is written.
-        if self.trainer.state.fn == "fit":
-            prepare_folder(Path(self.args.output_dir), self.configuration, bool(self.args.resume))
 
     def train_dataloader(self) -> TimedLoader:
         args, trainer = self.args, self.trainer
@@ -349,13 +351,22 @@ class WindFill(LightningModule):
         self.means, self.signalled, self.stopping = [], False, False
 
     def on_train_start(self) -> None:
+        """All ranks have met: only now, and only if they agree, is anything written."""
         steps = self.all_gather(torch.tensor(self.global_step)).flatten().tolist()
         if len(set(steps)) > 1:
             raise InputError(f"--resume: the ranks found steps {steps}; put --output-dir on a shared disk")
+        folder, args = Path(self.trainer.checkpoint_callback.dirpath), self.trainer.datamodule.args
+        if self.trainer.is_global_zero:
+            prepare_folder(folder, self.configuration, bool(args.resume))
+        folder.mkdir(parents=True, exist_ok=True)  # on every node
+        self.stacks, self.patience = (
+            open(folder / f"stacks_rank_{self.global_rank}.txt", "w"),
+            args.timeout / 2,
+        )
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self.note_signal)
         settle_buckets(self.trainer.strategy.model)
-        self.last = Path(self.trainer.checkpoint_callback.dirpath, "last.ckpt")
+        self.last = folder / "last.ckpt"
         if self.global_step == 0:  # a kill before the first checkpoint then resumes from here
             self.trainer.save_checkpoint(self.last)
 
@@ -364,6 +375,12 @@ class WindFill(LightningModule):
 
     def forward(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         return self.model(x, noise)
+
+    def on_train_batch_start(self, batch, batch_idx: int) -> None:
+        faulthandler.dump_traceback_later(self.patience, file=self.stacks)  # if the step takes so long
+
+    def on_train_end(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
 
     def training_step(self, batch, batch_idx: int) -> torch.Tensor:
         loss, unseen = masked_loss(self(batch["input"], batch["noise"]), batch)
@@ -390,6 +407,8 @@ class WindFill(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         """Count micro-batches anew: a run that resumes on fewer devices may take more of them a step."""
+        if self._trainer is None:  # loaded to be used, not to be trained on
+            return
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         trained = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
         for counts in (progress["total"], progress["current"]):
@@ -538,6 +557,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         raise InputError("--accelerator gpu: this machine has none; give auto or cpu")
     args.devices, args.num_nodes = plan_devices(args)
     ranks = args.devices * args.num_nodes
+    if ranks > VALIDATION_SAMPLES:
+        raise InputError(
+            f"{ranks} ranks: too many; each needs one of {VALIDATION_SAMPLES} validation samples"
+        )
     if args.batch_size % (ranks * args.accumulate):
         reason = f"{ranks} ranks x {args.accumulate} micro-batches do not divide it; give a multiple"
         raise InputError(f"--batch-size {args.batch_size}: {reason}")
@@ -552,22 +575,26 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def plan_devices(args: argparse.Namespace) -> tuple[int, int]:
     """Say how many devices a node has and how many nodes there are: the launcher knows, if there is one."""
     given = {"--devices": args.devices, "--num-nodes": args.num_nodes}
+    on_gpu = args.accelerator != "cpu" and torch.accelerator.is_available()
+    found = torch.accelerator.device_count() if on_gpu else os.cpu_count()
     if distributed.is_torchelastic_launched():
         launcher, names = "torchrun", ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     elif SLURMEnvironment.detect():
         launcher, names = "srun", ("SLURM_NTASKS_PER_NODE", "SLURM_NNODES")
+        if names[0] not in os.environ and os.environ["SLURM_NTASKS"] != "1":  # set only if asked for
+            raise InputError("--ntasks-per-node: give it to sbatch or srun, one task for each device")
     else:
-        on_gpu = args.accelerator != "cpu" and torch.accelerator.is_available()
-        found = torch.accelerator.device_count() if on_gpu else os.cpu_count()
         if (args.devices or 1) > found:
             raise InputError(f"--devices {args.devices}: there are {found} {'GPUs' if on_gpu else 'cores'}")
         if (args.num_nodes or 1) > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():
             raise InputError(f"--num-nodes {args.num_nodes}: set MASTER_ADDR, MASTER_PORT and NODE_RANK")
         return args.devices or (found if on_gpu else 1), args.num_nodes or 1
-    started = [int(os.environ[name]) for name in names]
+    started = [int(os.environ.get(name, 1)) for name in names]
     for (flag, value), number in zip(given.items(), started, strict=True):
         if value not in (None, number):
             raise InputError(f"{flag} {value}: {launcher} has started {number}; leave {flag} out")
+    if on_gpu and started[0] > found:
+        raise InputError(f"{launcher} has started {started[0]} processes on a node; it has {found} GPUs")
     return tuple(started)
 
 
@@ -613,7 +640,7 @@ def main(argv: list[str] | None = None) -> dict:
     warnings.filterwarnings("ignore", module="lightning")  # folders that exist, few workers
     args = parse_arguments(argv)
     data = WindData(args)
-    configuration = data.configuration
+    configuration = describe(args, data.training)
     version = ""
     if args.resume:
         version = f"resumed_at_{load_checkpoint(args.resume, configuration)['global_step']}"
@@ -621,6 +648,9 @@ def main(argv: list[str] | None = None) -> dict:
 
     model = WindFill(configuration, data.training.mean.tolist(), data.training.std.tolist())
     several = args.devices * args.num_nodes > 1
+    plugins = [CheckpointIO()]
+    if SLURMEnvironment.detect() and not distributed.is_torchelastic_launched():
+        plugins.append(SLURMEnvironment(auto_requeue=False))  # launch/slurm.sbatch decides that
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
@@ -642,7 +672,7 @@ def main(argv: list[str] | None = None) -> dict:
             ),
             LearningRateMonitor(),
         ],
-        plugins=[CheckpointIO()],
+        plugins=plugins,
     )
     try:
         trainer.fit(model, data, ckpt_path=args.resume)
@@ -662,7 +692,7 @@ def main(argv: list[str] | None = None) -> dict:
     filled = data.validation.mean + data.validation.std * prediction[0].cpu().numpy()
     write_aside(folder / "fill.png", draw_fill(data.validation, 0, filled).savefig)
     figures |= baselines(data.training, data.validation)
-    figures |= measure(data.timed.waits, data.timed.works, args.batch_size / args.accumulate)
+    figures |= measure(*data.timed.by_step(args.accumulate), args.batch_size)
     figures["seconds"] = perf_counter() - began
     write_aside(folder / "summary.json", lambda path: path.write_text(json.dumps(figures, indent=2)))
     report(figures, folder / "fill.png", args.overfit_one_batch)
@@ -670,9 +700,9 @@ def main(argv: list[str] | None = None) -> dict:
 
 
 def explain(error: RuntimeError) -> str:
-    """Say in one line what an error of torch.distributed means to a user; raise any other again."""
+    """Say in one line what an error of torch.distributed means to a user; of any other, say all."""
     if not (isinstance(error, distributed.DistError) or "gloo" in str(error)):
-        raise error
+        return traceback.format_exc()
     if distributed.is_initialized():
         rank = distributed.get_rank()
         return f"rank {rank} has lost another rank: see what that one printed; --resume goes on"
@@ -687,7 +717,9 @@ if __name__ == "__main__":
     try:
         main()
     except (InputError, OSError) as error:  # OSError: a log that no longer fits on the disk
-        if first_on_node:  # all the ranks of a node meet the same error: say it once
+        if first_on_node or isinstance(
+            error, OSError
+        ):  # an InputError meets all ranks of a node: say it once
             print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except Stopped as stop:

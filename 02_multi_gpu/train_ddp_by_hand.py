@@ -8,7 +8,6 @@ You should see one progress bar, whatever the number of processes, and the RMSE 
 """
 
 import argparse
-import csv
 import faulthandler
 import json
 import math
@@ -16,6 +15,7 @@ import os
 import resource
 import signal
 import sys
+import traceback
 import zlib
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -365,7 +365,6 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message.removeprefix("argument "))
 
 
-# ---HEAD-END---
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -493,8 +492,9 @@ def main(argv: list[str] | None = None) -> dict:
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device, backend = torch.device("cpu"), "gloo"
     if args.accelerator != "cpu" and torch.accelerator.is_available():
-        if local_rank >= (found := torch.accelerator.device_count()):
-            raise InputError(f"torchrun --nproc-per-node: more processes than GPUs; there are {found}")
+        started, found = int(os.environ["LOCAL_WORLD_SIZE"]), torch.accelerator.device_count()
+        if started > found:
+            raise InputError(f"torchrun has started {started} processes on a node; it has {found} GPUs")
         device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
         torch.accelerator.set_device_index(local_rank)
         backend = distributed.get_default_backend_for_device(device)  # nccl for CUDA
@@ -526,30 +526,31 @@ def main(argv: list[str] | None = None) -> dict:
         prepare_folder(folder, configuration, start > 0)
     if start == 0:
         save_checkpoint(0)  # a kill before the next one then resumes from here
+    folder.mkdir(parents=True, exist_ok=True)  # on every node
+    name = f"resumed_at_{start}" if start else "metrics"
+    log = open(folder / f"{name}_rank_{rank}.csv", "w", buffering=1)  # who is behind?
+    print("step,wait_seconds,loss,learning_rate,work_seconds,rmse", file=log)
+    stacks = open(folder / f"stacks_rank_{rank}.txt", "w")  # and where is it?
     sampler = StepSampler(args, start, rank, world_size)
     batches = iter(DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers))
     samples = [(0, k) for k in range(rank, VALIDATION_SAMPLES, world_size)]  # none twice
     validation_loader = DataLoader(validation, sampler=samples, batch_size=32)
     std = torch.from_numpy(validation.std).to(device)
     waits, works, loss = [], [], None
-    name = f"resumed_at_{start}" if start else "metrics"
-    folder.mkdir(parents=True, exist_ok=True)  # on every node
-    metrics = open(folder / f"{name}_rank_{rank}.csv", "w", newline="", buffering=1)  # who is behind?
-    log = csv.writer(metrics)
-    log.writerow(["step", "loss", "learning_rate", "wait_seconds", "work_seconds", "rmse"])
     signals = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: signals.append(number))
-    faulthandler.register(signal.SIGUSR2, all_threads=False)  # kill -USR2: print where this rank is
 
     settle_buckets(model)
     bar = tqdm(
         range(start, args.max_steps), initial=start, total=args.max_steps, unit="step", disable=rank > 0
     )
     for step in bar:
+        faulthandler.dump_traceback_later(args.timeout / 2, file=stacks)  # if the step takes so long
         asked = perf_counter()
         micro_batches = [next(batches) for _ in range(args.accumulate)]
         given = perf_counter()
+        print(step, f"{given - asked:.6f}", sep=",", end=",", file=log, flush=True)
         micro_batches = [{name: value.to(device) for name, value in batch.items()} for batch in micro_batches]
         rate = schedule.get_last_lr()[0]
         loss, stopping = train_step(model, optimizer, schedule, micro_batches, step, args.seed, bool(signals))
@@ -560,12 +561,12 @@ def main(argv: list[str] | None = None) -> dict:
         if (step + 1) % args.validate_every == 0:
             rmse = validate(network, validation_loader, std)
             bar.set_postfix(loss=f"{loss:.3f}", rmse=f"{rmse:.3f}")
-        log.writerow([step, loss, rate, waits[-1], works[-1], rmse])
+        print(loss, rate, f"{works[-1]:.6f}", rmse or "", sep=",", file=log)
         if stopping or (step + 1) % args.checkpoint_every == 0:
             save_checkpoint(step + 1)
         if stopping:
             raise Stopped(f"stopped by a signal after step {step + 1}; --resume goes on from there")
-    metrics.close()
+    faulthandler.cancel_dump_traceback_later()
     save_checkpoint(args.max_steps)
     rmse = validate(network, validation_loader, std)
     distributed.destroy_process_group()
@@ -587,9 +588,9 @@ def main(argv: list[str] | None = None) -> dict:
 
 
 def explain(error: RuntimeError) -> str:
-    """Say in one line what an error of torch.distributed means to a user; raise any other again."""
+    """Say in one line what an error of torch.distributed means to a user; of any other, say all."""
     if not (isinstance(error, distributed.DistError) or "gloo" in str(error)):
-        raise error
+        return traceback.format_exc()
     if distributed.is_initialized():
         rank = distributed.get_rank()
         return f"rank {rank} has lost another rank: see what that one printed; --resume goes on"
@@ -604,7 +605,9 @@ if __name__ == "__main__":
     try:
         main()
     except (InputError, OSError) as error:  # OSError: a log that no longer fits on the disk
-        if first_on_node:  # all the ranks of a node meet the same error: say it once
+        if first_on_node or isinstance(
+            error, OSError
+        ):  # an InputError meets all ranks of a node: say it once
             print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except Stopped as stop:

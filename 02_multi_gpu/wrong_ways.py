@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import train_ddp_by_hand as chapter
+from lightning.pytorch import LightningModule, Trainer
 from scaling import machine
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,9 +33,9 @@ RANKS = 2
 SHORT = timedelta(seconds=2)  # how long a rank waits for the other before it is taken for hung
 
 
-def patches() -> tuple[chapter.WindPatches, chapter.WindPatches]:
+def patches(size: int = 64) -> tuple[chapter.WindPatches, chapter.WindPatches]:
     """Training and validation patches, as train.py has them unless told otherwise."""
-    return chapter.make_patches(chapter.parse_arguments([]))
+    return chapter.make_patches(chapter.parse_arguments(["--patch-size", str(size)]))
 
 
 def network(norm=None) -> nn.Module:
@@ -102,10 +103,13 @@ def divided_last(micro_batches: list[dict], norm=None) -> torch.Tensor:
 
 def mean_of_means(rank: int) -> dict:
     """Each rank divides by its own unseen cells; DDP averages the two."""
-    batch = whole_batch(patches()[0])
-    mine, truth = [part(batch, rank, RANKS)], the_truth(batch)
-    wrong, right = averaged(mine, mean_over_own), divided_last(mine)
-    return {"what": "error of the gradient", "wrong": error(wrong, truth), "right": error(right, truth)}
+    figures = {"what": "error of the gradient"}
+    for size, note in ((64, ""), (16, " in patches of 16 x 16")):
+        batch = whole_batch(patches(size)[0])
+        mine, truth = [part(batch, rank, RANKS)], the_truth(batch)
+        wrong, right = averaged(mine, mean_over_own), divided_last(mine)
+        figures |= {f"wrong{note}": error(wrong, truth), f"right{note}": error(right, truth)}
+    return figures
 
 
 def accumulated_mean_of_means(rank: int) -> dict:
@@ -345,17 +349,30 @@ def batch_per_device(rank: int) -> dict:
     return {"what": "steps in an epoch of 1,600 at batch 8", **steps, "truth": 200}
 
 
+class Schedule(LightningModule):
+    """A warm-up of 10 steps; `interval` is what Lightning is told about it, if anything."""
+
+    def __init__(self, interval: dict):
+        super().__init__()
+        self.weight, self.interval = nn.Parameter(torch.zeros(1)), interval
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.weight * batch).sum()
+
+    def configure_optimizers(self) -> dict:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule, **self.interval}}
+
+
 def schedule_per_epoch(rank: int) -> dict:
-    """A warm-up of 10 steps that is stepped once an epoch, as Lightning does unless told: the rate at step 10."""
+    """A warm-up of 10 steps, which Lightning steps once an epoch unless told otherwise: the rate at step 10."""
     rates = {}
-    for name, per_step in (("wrong", False), ("right", True)):
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10))
-        for _ in range(10):
-            optimizer.step()
-            if per_step:
-                schedule.step()
-        rates[name] = schedule.get_last_lr()[0]
+    for name, interval in (("wrong", {}), ("right", {"interval": "step"})):
+        model = Schedule(interval)
+        trainer = Trainer(accelerator="cpu", devices=1, max_steps=10, barebones=True)
+        trainer.fit(model, DataLoader(torch.ones(20, 1)))
+        rates[name] = model.schedule.get_last_lr()[0]
     return {"what": "learning rate at step 10", **rates, "truth": 1.0}
 
 

@@ -71,12 +71,24 @@ def _terminate_at_optimizer_step(number: int) -> None:
     register_optimizer_step_pre_hook(lambda *_: terminate.get(next(taken, None), lambda: None)())
 
 
+def _stall() -> None:
+    time.sleep(1e6)
+
+
 def _stall_at_optimizer_step(number: int) -> None:
     """Let this process sleep for ever as it is about to take its optimizer step `number`, counted from 0."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     taken = iter(range(number))
-    register_optimizer_step_pre_hook(lambda *_: None if next(taken, None) is not None else time.sleep(1e6))
+    register_optimizer_step_pre_hook(lambda *_: None if next(taken, None) is not None else _stall())
+
+
+def _stall_at_fetch(number: int) -> None:
+    """Let this process sleep for ever as it is about to read its batch `number`, counted from 0, by itself."""
+    from torch.utils.data._utils.fetch import _MapDatasetFetcher as Fetcher
+
+    fetch, taken = Fetcher.fetch, iter(range(number))
+    Fetcher.fetch = lambda *args: fetch(*args) if next(taken, None) is not None else _stall()
 
 
 def _limit_file_size(number: int) -> None:
@@ -88,6 +100,7 @@ FAULTS = {
     "kill at step": _kill_at_optimizer_step,
     "terminate at step": _terminate_at_optimizer_step,
     "stall at step": _stall_at_optimizer_step,
+    "stall at fetch": _stall_at_fetch,
     "kill in checkpoint": _kill_in_checkpoint,
     "file size": _limit_file_size,
 }
@@ -173,16 +186,17 @@ def free_port() -> int:
 
 
 def start_ranks(
-    script: str, ranks: int, *argv: object, faults: dict[int, dict] | None = None
+    script: str, ranks: int, *argv: object, faults: dict | None = None, flags: dict | None = None
 ) -> list[Program]:
-    """Start a script as `torchrun --nproc-per-node RANKS` would; `faults` are given rank by rank."""
+    """Start a script as `torchrun --nproc-per-node RANKS` would; `faults`, and more `flags`, are given by rank."""
     port, programs = str(free_port()), []
     for rank in range(ranks):
         environment = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
         environment |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
         environment = {name: str(value) for name, value in environment.items()}
-        programs.append(Program(script, *argv, environment=environment, **(faults or {}).get(rank, {})))
+        own = (flags or {}).get(rank, [])
+        programs.append(Program(script, *argv, *own, environment=environment, **(faults or {}).get(rank, {})))
     return programs
 
 

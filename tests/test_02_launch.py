@@ -143,7 +143,9 @@ def test_every_launch_file_starts_train_py_on_its_nodes(node: int, stubs, tmp_pa
         assert (given["--nnodes"], given["--nproc-per-node"], given["--rdzv-backend"]) == ("1:2", "8", "c10d")
         assert given["--local-addr"] == f"10.0.0.{node + 1}"
         assert f"is_host={'true' if node == 0 else 'false'}" in given["--rdzv-conf"].split(",")
-        assert words[words.index("train.py") :] == "train.py --resume auto --output-dir /outputs".split()
+        flags = words[words.index("train.py") + 1 :]
+        assert flags == "--resume auto --batch-size 64 --output-dir /outputs".split()
+        assert 64 % (2 * int(given["--nproc-per-node"])) == 0
 
 
 def test_torchrun_sh_trains_stops_and_goes_on(tmp_path: Path) -> None:
@@ -165,10 +167,10 @@ def test_torchrun_sh_trains_stops_and_goes_on(tmp_path: Path) -> None:
 
 
 SRUN = """
-# As srun: start the tasks, hand on what the job is signalled, exit with the highest code.
-shift  # --kill-on-bad-exit=1
+# As srun: start the tasks, which inherit no handler, and exit with the highest code.
+shift 2  # --kill-on-bad-exit, --cpus-per-task
 for task in 0 1; do
-    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 "$@" &
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 env --default-signal "$@" &
     echo $! >> "$TASKS"
 done
 highest=0
@@ -180,9 +182,11 @@ exit $highest
 """
 
 
-def test_slurm_requeues_a_job_that_was_stopped_until_it_is_done(stubs, tmp_path: Path) -> None:
-    """With a stub of srun that starts two tasks as srun would, and of scontrol that writes down what it is told."""
+@pytest.mark.parametrize("limit", [True, False], ids=["time limit", "scancel"])
+def test_slurm_requeues_a_job_at_its_time_limit_until_it_is_done(limit: bool, stubs, tmp_path: Path) -> None:
+    """With stubs: srun and scancel start and signal two tasks as the real ones would, scontrol notes what it is told."""
     stubs("srun", SRUN)
+    stubs("scancel", '[ "$*" = "--signal=USR1 7" ] && xargs kill -USR1 < "$TASKS"')
     environment = stubs("scontrol", f'echo "$@" >> {tmp_path}/scontrol')
     tasks = tmp_path / "tasks"
     environment |= {"TASKS": str(tasks), "SLURM_SUBMIT_DIR": str(CHAPTER), "OMP_NUM_THREADS": "1"}
@@ -198,14 +202,20 @@ def test_slurm_requeues_a_job_that_was_stopped_until_it_is_done(stubs, tmp_path:
     try:
         programs.wait_for(lambda: (tmp_path / "run/last.ckpt").exists(), 60, "a first checkpoint")
         time.sleep(1)
-        os.kill(int(tasks.read_text().split()[1]), signal.SIGUSR1)  # one task is enough
+        if limit:
+            job.send_signal(signal.SIGUSR1)
+        else:  # one task is enough
+            os.kill(int(tasks.read_text().split()[1]), signal.SIGTERM)
         _, errors = job.communicate(timeout=60)
     finally:
         os.killpg(job.pid, signal.SIGKILL) if job.poll() is None else None
     assert job.returncode == 143, errors
-    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
+    assert (tmp_path / "scontrol").exists() == limit
     stopped = torch.load(tmp_path / "run/last.ckpt", weights_only=True)["global_step"]
     assert 0 < stopped < 400
+    if not limit:
+        return
+    tasks.unlink()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
@@ -350,15 +360,19 @@ def test_when_a_node_is_lost_the_other_goes_on_to_the_same_weights(cluster, undi
     torch.testing.assert_close(weights(nodes.folder), weights(undisturbed[1]), **TOLERANCE)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_to_torchrun_leaves_a_checkpoint_to_go_on_from(
-    ranks: int, cluster, undisturbed: dict
+@pytest.mark.parametrize(("how", "ranks"), [("SIGTERM", 1), ("lost", 2)])
+def test_a_job_whose_head_is_stopped_or_lost_goes_on_when_it_is_started_again(
+    how: str, ranks: int, cluster, undisturbed: dict
 ) -> None:
     nodes = cluster()
     agents = [nodes.start(0), nodes.start(1)]
     programs.wait_for(lambda: saved_step(nodes.folder) >= 3, 90, "step 3")
-    agents[0].send_signal(signal.SIGTERM)
-    assert agents[0].wait(60) == 143, nodes.printed()
+    if how == "SIGTERM":
+        agents[0].send_signal(signal.SIGTERM)
+        assert agents[0].wait(60) == 143, nodes.printed()
+    else:
+        nodes.lose(agents[0])
+    assert agents[1].wait(120) not in (0, None)
     stopped = saved_step(nodes.folder)
     assert 3 <= stopped < 12
     nodes.end()

@@ -195,14 +195,14 @@ def small_model() -> nn.Module:
 def test_ddp_keeps_these_bytes(alone) -> None:
     model = small_model()
     count = sum(parameter.numel() for parameter in model.parameters())
-    expected = predict.memory(count, precision="float32", activations=7.0)
+    expected = predict.memory(count, precision="autocast", activations=7.0)
     assert {name: expected[name] for name in bytes_of(model)} == bytes_of(model)
     for view, copies in ((False, 1), (True, 0)):
         model = small_model()
         buckets = buckets_of(model, torch.ones(2, 64), gradient_as_bucket_view=view)
         gradients = {parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()}
         apart = sum(part.nbytes for part in buckets if part.untyped_storage().data_ptr() not in gradients)
-        expected = predict.memory(count, precision="float32", activations=7.0, bucket_view=view)
+        expected = predict.memory(count, precision="autocast", activations=7.0, bucket_view=view)
         assert apart == expected["buckets"] == copies * 4 * count
         assert sum(expected.values()) == sum(bytes_of(model).values()) + apart + 7
 
@@ -218,20 +218,20 @@ def test_fsdp_keeps_these_bytes(ranks: int) -> None:
         shards = bytes_of(model, lambda tensor: tensor.to_local())
     finally:
         distributed.destroy_process_group()
-    expected = predict.memory(count, ranks, sharded=True, precision="float32")
+    expected = predict.memory(count, ranks, sharded=True, precision="autocast")
     assert {name: expected[name] for name in shards} == shards
     assert expected["gathered units"] == 3 * 4 * count / 32
 
 
 def test_the_sums_are_those_that_zero_published() -> None:
     # Figure 1 of https://arxiv.org/abs/1910.02054: 7.5 B parameters on 64 GPUs.
-    kept = predict.memory(7.5e9, bucket_view=True)
+    kept = predict.memory(7.5e9, precision="mixed", bucket_view=True)
     assert sum(kept.values()) == 120e9
-    shards = predict.memory(7.5e9, 64, sharded=True)
+    shards = predict.memory(7.5e9, 64, sharded=True, precision="mixed")
     assert sum(shards.values()) - shards["gathered units"] == pytest.approx(1.88e9, rel=0.01)
 
 
-@pytest.mark.parametrize("how", [{}, {"devices": 8, "sharded": True}, {"precision": "float32"}])
+@pytest.mark.parametrize("how", [{}, {"devices": 8, "sharded": True}, {"precision": "mixed"}])
 def test_the_largest_model_fits_to_the_byte(how: dict) -> None:
     most = predict.largest_model(72e9, 2e9, **how)
     assert sum(predict.memory(most, activations=2e9, **how).values()) == pytest.approx(72e9)

@@ -15,7 +15,8 @@
 #     MIN_NODES, MAX_NODES     train on as few as the first, on as many as the second (1 and 2). Any number
 #                 gives the same result if number x processes divides --batch-size.
 #     PROCESSES   a node's processes; auto: one a GPU, or one a core where there is no GPU
-#     MAX_RESTARTS    failures after which the job ends (3); nodes that join are not counted
+#     MAX_RESTARTS    failures after which the job ends (3): lost workers and lost nodes, not those that join
+#     GRACE       seconds that workers have to end after a signal (100; torchrun itself would give them 30)
 #     RDZV_CONF   torchrun's timing: wait 30 s for more nodes once MIN_NODES are there; a node that was not
 #                 heard of for 3 x 5 s is lost
 #     SCRIPT      what to train with (train.py)
@@ -42,6 +43,7 @@ python=$(uv run python -c "import sys; print(sys.executable)") || exit
     --nnodes "${MIN_NODES:-1}:${MAX_NODES:-2}" --nproc-per-node "${PROCESSES:-auto}" \
     --rdzv-backend c10d --rdzv-endpoint "${HEAD:-localhost:29400}" --rdzv-id "${JOB:-train}" \
     --rdzv-conf "$conf" ${LOCAL_ADDR:+--local-addr "$LOCAL_ADDR"} --max-restarts "${MAX_RESTARTS:-3}" \
+    --shutdown-timeout "${GRACE:-100}" \
     "${SCRIPT:-train.py}" --resume auto "$@" &
 agent=$!
 wait "$agent"
