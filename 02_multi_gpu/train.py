@@ -222,6 +222,18 @@ class WindData(LightningDataModule):
         super().__init__()
         self.args = args
         self.training, self.validation = make_patches(args)
+        self.configuration = describe(args, self.training)
+        self.start = load_checkpoint(args.resume, self.configuration)["global_step"] if args.resume else 0
+
+    def setup(self, stage: str) -> None:
+        """All ranks have met: only now, and only if they start at the same step, is anything written."""
+        starts = [self.start] * self.trainer.world_size
+        if self.trainer.world_size > 1:
+            distributed.all_gather_object(starts, self.start)
+        if len(set(starts)) > 1:
+            raise InputError(f"--resume: the ranks found steps {starts}; put --output-dir on a shared disk")
+        if stage == "fit" and self.trainer.is_global_zero:
+            prepare_folder(Path(self.args.output_dir), self.configuration, bool(self.args.resume))
 
     def train_dataloader(self) -> TimedLoader:
         args, trainer = self.args, self.trainer
@@ -351,18 +363,10 @@ class WindFill(LightningModule):
         self.means, self.signalled, self.stopping = [], False, False
 
     def on_train_start(self) -> None:
-        """All ranks have met: only now, and only if they agree, is anything written."""
-        steps = self.all_gather(torch.tensor(self.global_step)).flatten().tolist()
-        if len(set(steps)) > 1:
-            raise InputError(f"--resume: the ranks found steps {steps}; put --output-dir on a shared disk")
-        folder, args = Path(self.trainer.checkpoint_callback.dirpath), self.trainer.datamodule.args
-        if self.trainer.is_global_zero:
-            prepare_folder(folder, self.configuration, bool(args.resume))
+        args = self.trainer.datamodule.args
+        folder, self.patience = Path(args.output_dir), args.timeout / 2
         folder.mkdir(parents=True, exist_ok=True)  # on every node
-        self.stacks, self.patience = (
-            open(folder / f"stacks_rank_{self.global_rank}.txt", "w"),
-            args.timeout / 2,
-        )
+        self.stacks = open(folder / f"stacks_rank_{self.global_rank}.txt", "w")
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self.note_signal)
         settle_buckets(self.trainer.strategy.model)
@@ -640,14 +644,12 @@ def main(argv: list[str] | None = None) -> dict:
     warnings.filterwarnings("ignore", module="lightning")  # folders that exist, few workers
     args = parse_arguments(argv)
     data = WindData(args)
-    configuration = describe(args, data.training)
-    version = ""
-    if args.resume:
-        version = f"resumed_at_{load_checkpoint(args.resume, configuration)['global_step']}"
-    folder = Path(args.output_dir)
+    folder, version = Path(args.output_dir), f"resumed_at_{data.start}" if args.resume else ""
 
-    model = WindFill(configuration, data.training.mean.tolist(), data.training.std.tolist())
+    model = WindFill(data.configuration, data.training.mean.tolist(), data.training.std.tolist())
     several = args.devices * args.num_nodes > 1
+    # The only buffer never changes; without False, each step begins with a broadcast of it.
+    ddp = DDPStrategy(timeout=timedelta(seconds=args.timeout), broadcast_buffers=False)
     plugins = [CheckpointIO()]
     if SLURMEnvironment.detect() and not distributed.is_torchelastic_launched():
         plugins.append(SLURMEnvironment(auto_requeue=False))  # launch/slurm.sbatch decides that
@@ -655,7 +657,7 @@ def main(argv: list[str] | None = None) -> dict:
         accelerator=args.accelerator,
         devices=args.devices,
         num_nodes=args.num_nodes,
-        strategy=DDPStrategy(timeout=timedelta(seconds=args.timeout)) if several else "auto",
+        strategy=ddp if several else "auto",
         max_epochs=1,  # StepSampler's only epoch is the whole run
         max_steps=args.max_steps,
         accumulate_grad_batches=args.accumulate,

@@ -205,9 +205,9 @@ def test_resume_auto_starts_anew_or_goes_on(tmp_path: Path, whole: dict) -> None
 
 
 def test_ranks_that_find_different_checkpoints_refuse_to_train(tmp_path: Path, whole: dict) -> None:
-    """As on two nodes whose --output-dir is not shared: rank 0 finds nothing, rank 1 the checkpoint."""
+    """As on two nodes whose --output-dir is not shared: rank 0 finds nothing, rank 1 a checkpoint."""
     folders = {rank: tmp_path / f"node_{rank}" for rank in (0, 1)}
-    shutil.copytree(whole[LIGHTNING, 2], folders[1])
+    shutil.copytree(whole[LIGHTNING, 2], folders[1])  # finished, even
     before = (folders[1] / "last.ckpt").read_bytes()
     flags = {rank: ["--output-dir", folder] for rank, folder in folders.items()}
     done = programs.run_ranks(LIGHTNING, 2, *SMALL, "--resume", "auto", flags=flags)
@@ -321,8 +321,8 @@ def test_the_committed_wrong_ways_are_these(ways: dict) -> None:
 def scaling():
     """The module scaling.py."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(CHAPTER))
-        return importlib.import_module("scaling")
+        patch.syspath_prepend(str(CHAPTER))  # for the processes that it spawns, too
+        yield importlib.import_module("scaling")
 
 
 @pytest.fixture(scope="module")
