@@ -589,7 +589,8 @@ def main(argv: list[str] | None = None) -> dict:
 
 def explain(error: RuntimeError) -> str:
     """Say in one line what an error of torch.distributed means to a user; of any other, say all."""
-    if not (isinstance(error, distributed.DistError) or "gloo" in str(error)):
+    gloo = any(words in str(error) for words in ("gloo", "Application timeout"))
+    if not (isinstance(error, distributed.DistError) or gloo):
         return traceback.format_exc()
     if distributed.is_initialized():
         rank = distributed.get_rank()
