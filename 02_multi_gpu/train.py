@@ -377,9 +377,6 @@ class WindFill(LightningModule):
     def note_signal(self, number: int, frame) -> None:
         self.signalled = True  # a rank that stopped here, alone, would leave the others waiting for it
 
-    def forward(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
-        return self.model(x, noise)
-
     def on_train_batch_start(self, batch, batch_idx: int) -> None:
         faulthandler.dump_traceback_later(self.patience, file=self.stacks)  # if the step takes so long
 
@@ -387,7 +384,7 @@ class WindFill(LightningModule):
         faulthandler.cancel_dump_traceback_later()
 
     def training_step(self, batch, batch_idx: int) -> torch.Tensor:
-        loss, unseen = masked_loss(self(batch["input"], batch["noise"]), batch)
+        loss, unseen = masked_loss(self.model(batch["input"], batch["noise"]), batch)
         self.means.append(torch.stack([loss.detach(), unseen]))
         return loss
 
@@ -419,7 +416,7 @@ class WindFill(LightningModule):
             counts |= {name: count + trained - counts["ready"] for name, count in counts.items()}
 
     def validation_step(self, batch, batch_idx: int) -> None:
-        error = self.std * (self(batch["input"]) - batch["target"])
+        error = self.std * (self.model(batch["input"]) - batch["target"])
         self.mean_square.update(error**2, batch["weight"])
 
     def on_validation_epoch_end(self) -> None:
@@ -514,10 +511,6 @@ def report(figures: dict, picture: Path, overfit: bool) -> None:
     print(f"picture: {picture}")
 
 
-RULE_HELP = f"multiply the learning rate by this function of the global batch over {BASE_BATCH}"
-RESUME_HELP = "go on from OUTPUT_DIR/last.ckpt or CKPT; auto: from last.ckpt if there is one"
-
-
 class Parser(argparse.ArgumentParser):
     """Without the usage that argparse prints before an error: one line is enough."""
 
@@ -542,12 +535,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--devices", type=int, help="processes on each node; without it, one a GPU, or one on the CPU")
     add("--num-nodes", type=int, help="nodes; without it, what the launcher started, or one")
     add("--accumulate", type=int, default=1, help="micro-batches in which a rank computes its slice")
-    add("--learning-rate-rule", choices=("none", "sqrt", "linear"), default="none", help=RULE_HELP)
+    add("--learning-rate-rule", choices=("none", "sqrt", "linear"), default="none", help="for batches over 8")
     add("--timeout", type=int, default=300, help="seconds to wait for another rank before giving up")
     add("--num-workers", type=int, default=0, help="processes that prepare batches, for each rank; 0: none")
     add("--seed", type=int, default=0, help="decides weights, order, patches, swaths and dropout")
     add("--output-dir", default=os.path.relpath(OUTPUTS), help="folder for the files of the run")
-    add("--resume", nargs="?", const="last", metavar="CKPT", help=RESUME_HELP)
+    add("--resume", nargs="?", const="last", metavar="CKPT", help="from last.ckpt or CKPT; auto: if any")
     add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
     args = parser.parse_args(argv)
     least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 16}
@@ -562,9 +555,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args.devices, args.num_nodes = plan_devices(args)
     ranks = args.devices * args.num_nodes
     if ranks > VALIDATION_SAMPLES:
-        raise InputError(
-            f"{ranks} ranks: too many; each needs one of {VALIDATION_SAMPLES} validation samples"
-        )
+        raise InputError(f"{ranks} ranks: give at most {VALIDATION_SAMPLES}, one a validation sample")
     if args.batch_size % (ranks * args.accumulate):
         reason = f"{ranks} ranks x {args.accumulate} micro-batches do not divide it; give a multiple"
         raise InputError(f"--batch-size {args.batch_size}: {reason}")
@@ -690,7 +681,7 @@ def main(argv: list[str] | None = None) -> dict:
         return figures
 
     with torch.no_grad():
-        prediction = model(torch.from_numpy(data.validation[0, 0]["input"])[None].to(model.device))
+        prediction = model.model(torch.from_numpy(data.validation[0, 0]["input"])[None].to(model.device))
     filled = data.validation.mean + data.validation.std * prediction[0].cpu().numpy()
     write_aside(folder / "fill.png", draw_fill(data.validation, 0, filled).savefig)
     figures |= baselines(data.training, data.validation)
@@ -720,9 +711,7 @@ if __name__ == "__main__":
     try:
         main()
     except (InputError, OSError) as error:  # OSError: a log that no longer fits on the disk
-        if first_on_node or isinstance(
-            error, OSError
-        ):  # an InputError meets all ranks of a node: say it once
+        if first_on_node or isinstance(error, OSError):  # all ranks of a node meet an InputError: say it once
             print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except Stopped as stop:

@@ -354,10 +354,6 @@ def report(figures: dict, picture: Path, overfit: bool) -> None:
     print(f"picture: {picture}")
 
 
-RULE_HELP = f"multiply the learning rate by this function of the global batch over {BASE_BATCH}"
-RESUME_HELP = "go on from OUTPUT_DIR/last.ckpt or CKPT; auto: from last.ckpt if there is one"
-
-
 class Parser(argparse.ArgumentParser):
     """Without the usage that argparse prints before an error: one line is enough."""
 
@@ -380,12 +376,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
     add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
     add("--accumulate", type=int, default=1, help="micro-batches in which a rank computes its slice")
-    add("--learning-rate-rule", choices=("none", "sqrt", "linear"), default="none", help=RULE_HELP)
+    add("--learning-rate-rule", choices=("none", "sqrt", "linear"), default="none", help="for batches over 8")
     add("--timeout", type=int, default=300, help="seconds to wait for another rank before giving up")
     add("--num-workers", type=int, default=0, help="processes that prepare batches, for each rank; 0: none")
     add("--seed", type=int, default=0, help="decides weights, order, patches, swaths and dropout")
     add("--output-dir", default=os.path.relpath(OUTPUTS), help="folder for the files of the run")
-    add("--resume", nargs="?", const="last", metavar="CKPT", help=RESUME_HELP)
+    add("--resume", nargs="?", const="last", metavar="CKPT", help="from last.ckpt or CKPT; auto: if any")
     add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
     args = parser.parse_args(argv)
     least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 16}
@@ -606,9 +602,7 @@ if __name__ == "__main__":
     try:
         main()
     except (InputError, OSError) as error:  # OSError: a log that no longer fits on the disk
-        if first_on_node or isinstance(
-            error, OSError
-        ):  # an InputError meets all ranks of a node: say it once
+        if first_on_node or isinstance(error, OSError):  # all ranks of a node meet an InputError: say it once
             print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except Stopped as stop:

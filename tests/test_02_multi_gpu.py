@@ -489,7 +489,7 @@ BAD_INPUT = {
     "no checkpoint": (["--resume"], r"--resume \S+last.ckpt: no such file"),
     "more ranks than validation samples": (
         ["--devices", 1, "--num-nodes", 97, "--batch-size", 97],
-        "97 ranks: too many; each needs one of 96 validation samples",
+        "97 ranks: give at most 96, one a validation sample",
     ),
     "no device": (["--devices", 0], "--devices 0: too small; give at least 1"),
 }
