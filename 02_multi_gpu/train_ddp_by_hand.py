@@ -245,9 +245,7 @@ class UNet(nn.Module):
         return self.head(fine)
 
 
-def masked_loss(
-    prediction: torch.Tensor, batch: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def masked_loss(prediction: torch.Tensor, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared error of the unseen cells, weighted by cos(latitude), and their share, both over ALL cells.
 
     Ranks have equally many cells, so means over them may be averaged. The loss is the first mean over
@@ -272,11 +270,8 @@ def learning_rate_factor(step: int, max_steps: int) -> float:
 
 
 def settle_buckets(model: nn.Module) -> None:
-    """Have DDP lay out its gradient buckets, which it does after its first backward pass, before step 0.
-
-    Where a gradient lies in its bucket decides the order in which three or more ranks add it up.
-    Without this, the first step after a resume differs from the whole run's in the last bit.
-    """
+    """Have DDP lay out its gradient buckets anew, as it does after its first backward pass, before step 0:
+    where a gradient lies decides the order in which three or more ranks add it up, and so the last bit."""
     model(torch.zeros(1, 3, 16, 16, device=next(model.parameters()).device)).sum().backward()
     model.zero_grad()
 
