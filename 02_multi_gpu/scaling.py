@@ -453,9 +453,8 @@ def rounding(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-PROGRAMS = {
-    study.__name__: study for study in (commands, agreement, rounding)
-}  # on this process, not on ranks
+# The first kind runs in this process, and may start programs; the second in each of N ranks.
+PROGRAMS = {study.__name__: study for study in (commands, agreement, rounding)}
 STUDIES = {
     study.__name__: study for study in (scaling, allreduce, options, compression, timeline, learning_rates)
 }

@@ -146,17 +146,13 @@ class Program:
         self.process = CONTEXT.Process(target=_child, args=arguments)
         self.process.start()
 
-    def printed(self, name: str) -> str:
-        """What it has written to "out" or "err" so far."""
-        return Path(self.output.name, name).read_text()
-
     def wait(self, timeout: float = 120) -> Run:
         """How it ended, or TimeoutError, with what it printed, if it had to be killed."""
         self.process.join(max(0, timeout))
         if late := self.process.exitcode is None:
             self.process.kill()
             self.process.join()
-        out, err = self.printed("out"), self.printed("err")
+        out, err = (Path(self.output.name, name).read_text() for name in ("out", "err"))
         self.output.cleanup()
         if late:
             raise TimeoutError(f"{self.name} took more than {timeout:.0f} s; it printed {out}{err}")
@@ -185,11 +181,19 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start_ranks(
-    script: str, ranks: int, *argv: object, faults: dict | None = None, flags: dict | None = None
-) -> list[Program]:
-    """Start a script as `torchrun --nproc-per-node RANKS` would; `faults`, and more `flags`, are given by rank."""
-    port, programs = str(free_port()), []
+def run_ranks(
+    script: str,
+    ranks: int,
+    *argv: object,
+    timeout: float = 120,
+    faults: dict[int, dict] | None = None,
+    flags: dict[int, list] | None = None,
+) -> list[Run | TimeoutError]:
+    """Run a script as `torchrun --nproc-per-node RANKS` would; `faults`, and more `flags`, are given by rank.
+
+    A rank that does not end in time is killed, and has a TimeoutError in the place of its Run.
+    """
+    port, programs, ended = str(free_port()), [], []
     for rank in range(ranks):
         environment = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
         environment |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
@@ -197,17 +201,6 @@ def start_ranks(
         environment = {name: str(value) for name, value in environment.items()}
         own = (flags or {}).get(rank, [])
         programs.append(Program(script, *argv, *own, environment=environment, **(faults or {}).get(rank, {})))
-    return programs
-
-
-def run_ranks(
-    script: str, ranks: int, *argv: object, timeout: float = 120, **options
-) -> list[Run | TimeoutError]:
-    """Run a script on several ranks, see start_ranks, to the end of the last of them.
-
-    A rank that does not end in time is killed, and has a TimeoutError in the place of its Run.
-    """
-    programs, ended = start_ranks(script, ranks, *argv, **options), []
     deadline = time.monotonic() + timeout
     for program in programs:
         try:

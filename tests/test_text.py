@@ -15,6 +15,7 @@ from pathlib import Path
 import book
 import nbformat
 import pytest
+from packaging.requirements import Requirement
 
 CHAPTERS = [
     "01_setup",
@@ -223,8 +224,28 @@ def test_requirements_txt_is_what_uv_locked() -> None:
     exported = run("uv", "export", *switches.split(), "--format", "requirements-txt")
     assert exported.returncode == 0, exported.stderr
     written = (book.ROOT / "requirements.txt").read_text()
-    pins = [re.findall(r"^(\S+==\S+)", text, re.M) for text in (written, exported.stdout)]
-    assert pins[0] == pins[1] != []  # versions of uv write the conditions behind a pin in different words
+    # By meaning, for versions of uv write the same condition behind a pin in different words.
+    environments = [
+        {"sys_platform": system, "platform_machine": machine, "python_version": f"3.{minor}"}
+        | {"python_full_version": f"3.{minor}.0", "os_name": "nt" if system == "win32" else "posix"}
+        | {
+            "platform_system": name,
+            "platform_python_implementation": python,
+            "implementation_name": python.lower(),
+        }
+        for system, name in (("linux", "Linux"), ("darwin", "Darwin"), ("win32", "Windows"))
+        for machine in ("x86_64", "aarch64", "arm64", "AMD64")
+        for minor in (11, 12, 13, 14)
+        for python in ("CPython", "PyPy")
+    ]
+
+    def pins(text: str) -> set[tuple]:
+        lines = [line for line in text.splitlines() if re.match(r"\S+==", line)]
+        found = [Requirement(line) for line in lines]
+        where = [tuple(not pin.marker or pin.marker.evaluate(one) for one in environments) for pin in found]
+        return {(pin.name, str(pin.specifier), places) for pin, places in zip(found, where, strict=True)}
+
+    assert pins(written) == pins(exported.stdout) != set()
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
