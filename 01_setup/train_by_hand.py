@@ -357,9 +357,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 16}
     for name, value in (least | {"learning_rate": 0, "num_workers": 0, "seed": 0}).items():
-        if not getattr(args, name) >= value:
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} {getattr(args, name)}: too small; give at least {value}")
+        if not value <= (given := getattr(args, name)) < 2**32:
+            reason = "too large; give below 2**32" if given > value else f"too small; give at least {value}"
+            raise InputError(f"--{name.replace('_', '-')} {given}: {reason}")
     if args.accelerator == "gpu" and not torch.accelerator.is_available():
         raise InputError("--accelerator gpu: this machine has none; give auto or cpu")
     if args.resume == "last":

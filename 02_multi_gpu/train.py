@@ -545,9 +545,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     least |= {"accumulate": 1, "timeout": 1, "learning_rate": 0, "num_workers": 0, "seed": 0}
     least |= {"devices": 1, "num_nodes": 1}
     for name, value in least.items():
-        if getattr(args, name) is not None and not getattr(args, name) >= value:
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} {getattr(args, name)}: too small; give at least {value}")
+        if (given := getattr(args, name)) is not None and not value <= given < 2**32:
+            reason = "too large; give below 2**32" if given > value else f"too small; give at least {value}"
+            raise InputError(f"--{name.replace('_', '-')} {given}: {reason}")
     if args.accelerator == "gpu" and not torch.accelerator.is_available():
         raise InputError("--accelerator gpu: this machine has none; give auto or cpu")
     args.devices, args.num_nodes = plan_devices(args)
@@ -637,7 +637,7 @@ def main(argv: list[str] | None = None) -> dict:
 
     model = WindFill(data.configuration, data.training.mean.tolist(), data.training.std.tolist())
     several = args.devices * args.num_nodes > 1
-    # The only buffer never changes; without False, each step begins with a broadcast of it.
+    # Buffers never change; without False, each step begins with a broadcast of them.
     ddp = DDPStrategy(timeout=timedelta(seconds=args.timeout), broadcast_buffers=False)
     plugins = [CheckpointIO()]
     if SLURMEnvironment.detect() and not distributed.is_torchelastic_launched():
@@ -674,6 +674,8 @@ def main(argv: list[str] | None = None) -> dict:
         if launcher := trainer.strategy.launcher:
             launcher.kill(signal.SIGKILL)  # the ranks that it started would wait for this one
         raise
+    if several:
+        distributed.destroy_process_group()  # a process that ends with gloo's threads alive may abort
     figures = {"steps": args.max_steps, "loss": loss, "rmse": rmse}
     if not trainer.is_global_zero:
         return figures
@@ -719,5 +721,7 @@ if __name__ == "__main__":
     except RuntimeError as error:
         print(f"{Path(__file__).name}: error: {explain(error)}", file=sys.stderr, flush=True)
         os._exit(1 if distributed.is_initialized() else 2)  # at once: the group's threads may never end
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:  # Lightning turns the first into the second
+        if KeyboardInterrupt not in (type(end), type(end.__context__)):
+            raise
         sys.exit("\nstopped; --resume goes on from the last checkpoint")

@@ -7,19 +7,24 @@ import resource
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import book
 
 CONTEXT = multiprocessing.get_context("forkserver")
-HEAVY = (
-    "lightning.pytorch torch.distributed torch.utils.data torchmetrics tqdm xarray h5netcdf scipy.interpolate"
-)
-CONTEXT.set_forkserver_preload([*HEAVY.split(), "matplotlib.figure", "matplotlib.backends.backend_agg"])
+HEAVY = """
+    lightning.pytorch torch.distributed torch.utils.data torchmetrics tqdm xarray h5netcdf scipy.interpolate
+    matplotlib.figure matplotlib.backends.backend_agg dask.array dask.distributed distributed.dashboard numcodecs
+    zarr.storage obstore.store obstore.auth.boto3 s3fs
+"""
+CONTEXT.set_forkserver_preload(HEAVY.split())
+SHORT_RUN = 13.4  # seconds, see in_time()
 
 
 @dataclass
@@ -62,13 +67,13 @@ def _kill_in_checkpoint(number: int) -> None:
     torch.save = half
 
 
-def _terminate_at_optimizer_step(number: int) -> None:
-    """Send this process SIGTERM as it is about to take its optimizer step `number`, counted from 0."""
+def _signal_at_optimizer_step(name: signal.Signals, number: int) -> None:
+    """Send this process a signal as it is about to take its optimizer step `number`, counted from 0."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     taken = iter(range(number + 1))
-    terminate = {number: lambda: os.kill(os.getpid(), signal.SIGTERM)}
-    register_optimizer_step_pre_hook(lambda *_: terminate.get(next(taken, None), lambda: None)())
+    send = {number: lambda: os.kill(os.getpid(), name)}
+    register_optimizer_step_pre_hook(lambda *_: send.get(next(taken, None), lambda: None)())
 
 
 def _stall() -> None:
@@ -98,7 +103,8 @@ def _limit_file_size(number: int) -> None:
 
 FAULTS = {
     "kill at step": _kill_at_optimizer_step,
-    "terminate at step": _terminate_at_optimizer_step,
+    "terminate at step": partial(_signal_at_optimizer_step, signal.SIGTERM),
+    "interrupt at step": partial(_signal_at_optimizer_step, signal.SIGINT),
     "stall at step": _stall_at_optimizer_step,
     "stall at fetch": _stall_at_fetch,
     "kill in checkpoint": _kill_in_checkpoint,
@@ -106,7 +112,16 @@ FAULTS = {
 }
 
 
+def forget_buckets() -> None:
+    """Let this process know no bucket, credentials or profile but those that a test will give."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        del os.environ[name]
+    os.environ |= dict.fromkeys(["AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"], os.devnull)
+    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+
+
 def _child(script: str, argv: list[str], output: str, faults: dict[str, int], environment: dict) -> None:
+    forget_buckets()  # those of the test that started the forkserver
     os.environ |= environment
     if "OMP_NUM_THREADS" in environment:  # torch read it when it was imported, before this process was
         import torch
@@ -174,6 +189,20 @@ def wait_for(condition, seconds: float, what: str):
     raise AssertionError(f"{what}: not within {seconds} s")
 
 
+def in_time(seconds: float, limit: float) -> bool:
+    """Whether `seconds` is under a limit that the book states for the machine of its figures, two cores of an
+    AMD EPYC that do nothing else. A slower machine gets as much more as it needs for a short run of chapter 1."""
+    if seconds < limit:
+        return True
+    began = time.perf_counter()
+    command = [sys.executable, "train.py", "--max-steps", "20"]
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [*command, "--output-dir", folder], cwd=book.ROOT / "01_setup", capture_output=True, check=True
+        )
+    return seconds < limit * (time.perf_counter() - began) / SHORT_RUN
+
+
 def free_port() -> int:
     """A TCP port of this machine on which nobody listens."""
     with socket.socket() as listener:
@@ -188,8 +217,10 @@ def run_ranks(
     timeout: float = 120,
     faults: dict[int, dict] | None = None,
     flags: dict[int, list] | None = None,
+    shared: dict[str, str] | None = None,
 ) -> list[Run | TimeoutError]:
-    """Run a script as `torchrun --nproc-per-node RANKS` would; `faults`, and more `flags`, are given by rank.
+    """Run a script as `torchrun --nproc-per-node RANKS` would; `faults`, and more `flags`, are given by rank,
+    `shared` is what the environment of all of them has besides.
 
     A rank that does not end in time is killed, and has a TimeoutError in the place of its Run.
     """
@@ -198,7 +229,7 @@ def run_ranks(
         environment = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
         environment |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-        environment = {name: str(value) for name, value in environment.items()}
+        environment = {name: str(value) for name, value in environment.items()} | (shared or {})
         own = (flags or {}).get(rank, [])
         programs.append(Program(script, *argv, *own, environment=environment, **(faults or {}).get(rank, {})))
     deadline = time.monotonic() + timeout

@@ -295,7 +295,7 @@ def test_the_readers_command_beats_the_climatology_in_90_seconds() -> None:
     seconds = time.perf_counter() - began
     assert done.returncode == 0, done.stderr
     assert check_summary(done.stdout) >= 0.20
-    assert seconds < 90
+    assert programs.in_time(seconds, 90)
     assert "warning" not in done.stderr.lower()
     picture = Path(CHAPTER, re.search(r"picture: (.+)", done.stdout)[1])
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -337,7 +337,12 @@ def test_help_says_what_the_program_is_for(script: str) -> None:
 def test_the_two_scripts_share_their_definitions_word_for_word() -> None:
     lightning, by_hand = (book.definitions(script) for script in SCRIPTS)
     shared = lightning.keys() & by_hand.keys()
-    assert {name for name in shared if lightning[name] != by_hand[name]} == {"load_checkpoint", "main"}
+    different = {name for name in shared if lightning[name] != by_hand[name]}
+    assert different == {
+        "load_checkpoint",
+        "main",
+        "__main__",
+    }  # Lightning catches Ctrl-C before the script does
     assert {"WindPatches", "UNet", "masked_loss", "baselines", "StepSampler", "write_aside"} <= shared
 
 
@@ -391,6 +396,13 @@ def test_a_run_killed_at_any_step_resumes_to_the_bit(
         json.loads((folder / "summary.json").read_text()) for folder in (tmp_path, whole[script])
     )
     assert first["rmse"] == second["rmse"]
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "02_multi_gpu/train.py"])
+def test_ctrl_c_is_answered_with_one_line(script: str, tmp_path: Path) -> None:
+    stopped = programs.run(script, *SMALL, "--output-dir", tmp_path, interrupt_at_step=4)
+    assert stopped.code == 1 and "Traceback" not in stopped.err
+    assert stopped.err.rstrip().endswith("\nstopped; --resume goes on from the last checkpoint")
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -515,7 +527,7 @@ def test_too_short_an_overfit_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_nan_stops_the_run_and_names_the_step(script: str, tmp_path: Path) -> None:
-    flags = [*SMALL, "--learning-rate", 1e30, "--output-dir", tmp_path]
+    flags = [*SMALL, "--learning-rate", 1e9, "--output-dir", tmp_path]
     done = programs.run(script, *flags)
     assert done.code == 2
     assert re.search(
@@ -567,6 +579,8 @@ BAD_INPUT = {
     "patch too small": (["--patch-size", "8"], r"--patch-size 8: too small; give at least 16"),
     "patch not halved": (["--patch-size", "30"], r"--patch-size 30: .* multiple of 4"),
     "batch size 0": (["--batch-size", "0"], r"--batch-size 0: too small; give at least 1"),
+    "seed too large": (["--seed", str(10**22)], rf"--seed {10**22}: too large; give below 2\*\*32"),
+    "infinitely fast": (["--learning-rate", "inf"], r"--learning-rate inf: too large; give below 2\*\*32"),
     "no steps": (["--max-steps", "0"], r"--max-steps 0: too small"),
     "not a number": (["--max-steps", "many"], r"--max-steps: invalid int value: 'many'"),
     "learning rate": (["--learning-rate", "nan"], r"--learning-rate nan: too small"),

@@ -428,7 +428,7 @@ def test_the_readers_command_on_two_devices_ends_in_90_seconds(tmp_path: Path) -
     arguments = [sys.executable, "train.py", "--devices", "2", "--output-dir", tmp_path]
     done = subprocess.run(arguments, cwd=CHAPTER, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - began < 90
+    assert programs.in_time(time.perf_counter() - began, 90)
     check_summary(done.stdout)
     climatology = json.loads((tmp_path / "summary.json").read_text())["climatology"]
     assert rmse(tmp_path) < 0.8 * climatology
@@ -487,6 +487,7 @@ BAD_INPUT = {
     "no micro-batch": (["--accumulate", 0], "--accumulate 0: too small; give at least 1"),
     "an unknown rule": (["--learning-rate-rule", "cubic"], "--learning-rate-rule: invalid choice: 'cubic'"),
     "no checkpoint": (["--resume"], r"--resume \S+last.ckpt: no such file"),
+    "patient for ever": (["--timeout", 10**14], rf"--timeout {10**14}: too large; give below 2\*\*32"),
     "no device": (["--devices", 0], "--devices 0: too small; give at least 1"),
 }
 
@@ -571,7 +572,7 @@ def test_nodes_without_an_address_to_meet_at_are_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_nan_stops_all_ranks_with_one_line(script: str, tmp_path: Path) -> None:
-    flags = [*SMALL, "--learning-rate", 1e30, "--output-dir", tmp_path]
+    flags = [*SMALL, "--learning-rate", 1e9, "--output-dir", tmp_path]
     done = programs.run_ranks(script, 2, *flags)
     assert [one.code for one in done] == [2, 2]
     said = [re.findall(r"error: step \d: loss (?:nan|inf) in the batch of seed 0", one.err) for one in done]
