@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import platform
-import socket
 import subprocess
 import sys
 import tempfile
@@ -50,7 +49,7 @@ def spread(values: list[float]) -> dict[str, float]:
 class Bench:
     """What every study needs on each rank: its device, its group of ranks, batches, and a clock."""
 
-    def __init__(self, rank: int, ranks: int, args: argparse.Namespace):
+    def __init__(self, rank: int, ranks: int, args: argparse.Namespace, meeting: str):
         self.rank, self.ranks, self.args = rank, ranks, args
         self.device = torch.device("cpu")
         if args.gpu:
@@ -58,7 +57,7 @@ class Bench:
             torch.accelerator.set_device_index(rank)
         torch.set_num_threads(1)
         backend = distributed.get_default_backend_for_device(self.device)
-        distributed.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(minutes=30))
+        distributed.init_process_group(backend, meeting, timedelta(minutes=30), ranks, rank)
         self.groups = {n: distributed.new_group(range(n)) for n in range(1, ranks + 1)}
         flags = ["--batch-size", str(args.device_batch * ranks)]
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
@@ -493,13 +492,13 @@ def draw(rows: list[dict]) -> Figure:
     return figure
 
 
-def work(rank: int, ranks: int, args: argparse.Namespace, output: str) -> None:
+def work(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
     """What each process does: every study in turn. Rank 0 writes what was found."""
-    bench = Bench(rank, ranks, args)
+    bench = Bench(rank, ranks, args, f"file://{folder}/ranks")  # on one machine, a file does for a port
     bench.progress = lambda things, name, total=None: tqdm(things, name, total, disable=rank > 0)
     found = {name: STUDIES[name](bench) for name in args.studies}
     if rank == 0:
-        Path(output).write_text(json.dumps(found))
+        Path(folder, "found.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
 
 
@@ -516,13 +515,10 @@ def machine() -> dict:
 
 def launch(ranks: int, args: argparse.Namespace) -> dict[str, list[dict]]:
     """Run the studies on this many processes, and return what rank 0 wrote; RuntimeError if one fails."""
-    with socket.socket() as free, tempfile.NamedTemporaryFile() as output:
-        free.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        free.close()
+    with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         processes = [
-            context.Process(target=work, args=(rank, ranks, args, output.name), daemon=True)
+            context.Process(target=work, args=(rank, ranks, args, folder), daemon=True)
             for rank in range(ranks)
         ]
         for process in processes:
@@ -531,7 +527,7 @@ def launch(ranks: int, args: argparse.Namespace) -> dict[str, list[dict]]:
             if failed := [rank for rank, process in enumerate(processes) if process.exitcode]:
                 raise RuntimeError(f"rank {failed[0]} failed")  # the others, as daemons, end with this one
             processes[0].join(0.2)
-        return json.loads(Path(output.name).read_text())
+        return json.loads(Path(folder, "found.json").read_text())
 
 
 def main(argv: list[str] | None = None) -> dict:

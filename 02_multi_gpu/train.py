@@ -674,6 +674,8 @@ def main(argv: list[str] | None = None) -> dict:
         if launcher := trainer.strategy.launcher:
             launcher.kill(signal.SIGKILL)  # the ranks that it started would wait for this one
         raise
+    if several:
+        distributed.destroy_process_group()  # a process that ends with gloo's threads alive may abort
     figures = {"steps": args.max_steps, "loss": loss, "rmse": rmse}
     if not trainer.is_global_zero:
         return figures

@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import platform
-import socket
 import sys
 import tempfile
 import warnings
@@ -30,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate, get_worker_info
 
 RANKS = 2
-SHORT = timedelta(seconds=2)  # how long a rank waits for the other before it is taken for hung
+SHORT = timedelta(seconds=2)  # how long a rank waits for one that never comes
+LONG = timedelta(minutes=5)  # and for one that does, however busy the machine
 
 
 def patches(size: int = 64) -> tuple[chapter.WindPatches, chapter.WindPatches]:
@@ -216,10 +216,10 @@ def padded_validation(rank: int) -> dict:
     return {"what": "RMSE of 9 samples", "wrong": rmse[0], "right": rmse[1], "truth": truth}
 
 
-def outcome(function) -> str:
+def outcome(function, timeout: timedelta = LONG) -> str:
     """Run something that may wait for a rank that never comes, and say how that ended on either rank."""
     try:
-        function(distributed.new_group(timeout=SHORT))
+        function(distributed.new_group(timeout=timeout))
         mine = "ends"
     except RuntimeError as failure:
         waited = "Timed out" in str(failure) or "closed by peer" in str(failure)
@@ -236,7 +236,7 @@ def collective_on_rank_0(rank: int) -> dict:
             distributed.all_reduce(torch.ones(1), group=group)
         distributed.barrier(group)
 
-    wrong = outcome(lambda group: log_mean(group, everyone=False))
+    wrong = outcome(lambda group: log_mean(group, everyone=False), SHORT)
     return {"what": "a log line", "wrong": wrong, "right": outcome(lambda group: log_mean(group, True))}
 
 
@@ -249,7 +249,7 @@ def unequal_batches(rank: int) -> dict:
         distributed.barrier(group)
 
     args = argparse.Namespace(batch_size=8, accumulate=1, max_steps=5, overfit_one_batch=False)
-    wrong = outcome(lambda group: train(group, range(rank, 5, RANKS)))
+    wrong = outcome(lambda group: train(group, range(rank, 5, RANKS)), SHORT)
     right = outcome(lambda group: train(group, chapter.StepSampler(args, 0, rank, RANKS)))
     return {"what": "an epoch of 5 batches", "wrong": wrong, "right": right}
 
@@ -396,14 +396,14 @@ WAYS = [
 ]
 
 
-def work(rank: int, port: int, output: str) -> None:
+def work(rank: int, folder: str, output: str) -> None:
     """What each of the two processes does: every way in turn. Rank 0 writes what was found."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
-    os.environ["WORLD_SIZE"] = str(RANKS)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # oneDNN's long float32 sums are 5e-6 off by themselves
     warnings.filterwarnings("ignore", "This DataLoader will create 4 worker")
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    meeting = f"file://{folder}/ranks"  # on one machine, a file does for MASTER_ADDR and MASTER_PORT
+    distributed.init_process_group("gloo", meeting, LONG, RANKS, rank)
     rows = [{"way": way.__name__, "why": way.__doc__.strip(), **way(rank)} for way in WAYS]
     if rank == 0:
         Path(output).write_text(json.dumps(rows))
@@ -416,13 +416,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser = chapter.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--save-results", action="store_true", help="write results/wrong_ways.json")
     args = parser.parse_args(argv)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(folder, "rows.json"))
         context = multiprocessing.get_context("spawn")
-        processes = [context.Process(target=work, args=(rank, port, output)) for rank in range(RANKS)]
+        processes = [context.Process(target=work, args=(rank, folder, output)) for rank in range(RANKS)]
         for process in processes:
             process.start()
         for process in processes:

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -38,12 +39,21 @@ KERNELSPEC = {
 MAX_NOTEBOOK_BYTES = 1_500_000
 
 
-def files(pattern: str) -> list[Path]:
-    """Every file of the book whose name matches: nothing hidden (.venv, .git), no outputs/."""
-    tops = [top for top in ROOT.iterdir() if top.is_dir() and not top.name.startswith(".")]
-    found = [*ROOT.glob(pattern), *(path for top in tops for path in top.rglob(pattern))]
-    skipped = re.compile(r"(^|/)(\.|outputs/)")
-    return sorted(path for path in found if not skipped.search(path.relative_to(ROOT).as_posix()))
+def files(pattern: str = "*") -> list[Path]:
+    """Every file of the book whose name matches: what git has, or would add, and so nothing that a run wrote."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = sorted({ROOT / name for name in listed.split("\0") if name})
+    return [path for path in found if path.match(pattern) and path.is_file()]
+
+
+def clone(folder: Path) -> Path:
+    """Copy the book's files to a folder and return it: what runs there writes nothing here."""
+    for path in files():
+        target = folder / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    return folder
 
 
 # ------------------------------------------------------------------------------------ into a README
@@ -277,7 +287,7 @@ def measured(results: dict) -> str:
 # ---------------------------------------------------------------------------------------- notebooks
 
 
-def execute(path: Path, parameters: dict | None = None, timeout: int = 300) -> NotebookNode:
+def execute(path: Path, parameters: dict | None = None, timeout: int = 600) -> NotebookNode:
     """Run a notebook in its own folder and return it; nothing is written.
 
     The kernel is this interpreter, whatever kernels are registered under the notebook's name.

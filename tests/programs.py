@@ -3,17 +3,18 @@ has already imported the heavy packages. A script cannot tell; it only starts in
 
 import multiprocessing
 import os
-import resource
-import runpy
-import signal
 import socket
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import book
+import faults
+
+ROOT = Path(__file__).resolve().parent.parent  # not book.ROOT: each fork imports this file, and book is slow
+LIMIT = 300  # seconds: a guard against hangs, tenfold above the usual time on a busy machine
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = (
@@ -31,122 +32,29 @@ class Run:
     err: str
 
 
-def _kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _kill_at_optimizer_step(number: int) -> None:
-    """Kill this process as it is about to take its optimizer step `number`, counted from 0."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    taken = iter(range(number))
-    register_optimizer_step_pre_hook(lambda *_: None if next(taken, None) is not None else _kill_self())
-
-
-def _kill_in_checkpoint(number: int) -> None:
-    """Kill this process when checkpoint `number`, counted from 0, is half written."""
-    import io
-
-    import torch
-
-    save, begun = torch.save, iter(range(number))
-
-    def half(checkpoint: dict, path: Path) -> None:
-        if next(begun, None) is not None:
-            return save(checkpoint, path)
-        whole = io.BytesIO()
-        save(checkpoint, whole)
-        Path(path).write_bytes(whole.getvalue()[: whole.tell() // 2])
-        _kill_self()
-
-    torch.save = half
-
-
-def _terminate_at_optimizer_step(number: int) -> None:
-    """Send this process SIGTERM as it is about to take its optimizer step `number`, counted from 0."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    taken = iter(range(number + 1))
-    terminate = {number: lambda: os.kill(os.getpid(), signal.SIGTERM)}
-    register_optimizer_step_pre_hook(lambda *_: terminate.get(next(taken, None), lambda: None)())
-
-
-def _stall() -> None:
-    time.sleep(1e6)
-
-
-def _stall_at_optimizer_step(number: int) -> None:
-    """Let this process sleep for ever as it is about to take its optimizer step `number`, counted from 0."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    taken = iter(range(number))
-    register_optimizer_step_pre_hook(lambda *_: None if next(taken, None) is not None else _stall())
-
-
-def _stall_at_fetch(number: int) -> None:
-    """Let this process sleep for ever as it is about to read its batch `number`, counted from 0, by itself."""
-    from torch.utils.data._utils.fetch import _MapDatasetFetcher as Fetcher
-
-    fetch, taken = Fetcher.fetch, iter(range(number))
-    Fetcher.fetch = lambda *args: fetch(*args) if next(taken, None) is not None else _stall()
-
-
-def _limit_file_size(number: int) -> None:
-    """Let no file grow beyond `number` bytes: what a program sees of it is what a full disk shows."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
-
-
-FAULTS = {
-    "kill at step": _kill_at_optimizer_step,
-    "terminate at step": _terminate_at_optimizer_step,
-    "stall at step": _stall_at_optimizer_step,
-    "stall at fetch": _stall_at_fetch,
-    "kill in checkpoint": _kill_in_checkpoint,
-    "file size": _limit_file_size,
-}
-
-
-def _child(script: str, argv: list[str], output: str, faults: dict[str, int], environment: dict) -> None:
+def _child(script: str, argv: list[str], output: str, planted: dict, environment: dict) -> None:
     os.environ |= environment
-    if "OMP_NUM_THREADS" in environment:  # torch read it when it was imported, before this process was
-        import torch
-
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}/{name}", os.O_CREAT | os.O_WRONLY), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not this process's forkserver
-    os.chdir(Path(script).parent)
-    sys.path.insert(0, str(Path(script).parent))
-    sys.argv = [Path(script).name, *argv]
-    taken_out = faults.pop("without", None)
-    for name, number in faults.items():
-        FAULTS[name](number)
-    if taken_out is None:
-        runpy.run_path(script, run_name="__main__")
-    else:
-        source = Path(script).read_text()
-        assert source.count(taken_out) == 1
-        main = sys.modules["__main__"].__dict__
-        main |= {"__name__": "__main__", "__file__": script, "__doc__": "Without a part."}
-        exec(compile(source.replace(taken_out, "pass"), script, "exec"), main)
+    faults.run(script, argv, **planted)
 
 
 class Program:
     """A script of the book that runs in its folder with these flags; wait() tells how it ended.
 
-    `faults` are the keys of FAULTS, with _ for a blank, such as kill_at_step=3, and `without`: a statement
-    of the script that is taken out, to see whether it does what the book says.
+    `planted` are faults of faults.py, such as kill_at_step=3.
     """
 
-    def __init__(self, script: str, *argv: object, environment: dict | None = None, **faults: object):
-        flags, named = [str(flag) for flag in argv], {k.replace("_", " "): v for k, v in faults.items()}
+    def __init__(self, script: str | Path, *argv: object, environment: dict | None = None, **planted: float):
+        flags = [str(flag) for flag in argv]
         self.name, self.output = f"{script} {' '.join(flags)}", tempfile.TemporaryDirectory()
-        arguments = (str(book.ROOT / script), flags, self.output.name, named, environment or {})
+        arguments = (str(ROOT / script), flags, self.output.name, planted, environment or {})
         self.process = CONTEXT.Process(target=_child, args=arguments)
         self.process.start()
 
-    def wait(self, timeout: float = 120) -> Run:
+    def wait(self, timeout: float = LIMIT) -> Run:
         """How it ended, or TimeoutError, with what it printed, if it had to be killed."""
         self.process.join(max(0, timeout))
         if late := self.process.exitcode is None:
@@ -159,9 +67,63 @@ class Program:
         return Run(self.process.exitcode, out, err)
 
 
-def run(script: str, *argv: object, timeout: float = 120, **options: object) -> Run:
+def run(script: str | Path, *argv: object, timeout: float = LIMIT, **options: object) -> Run:
     """Run a script to its end, see Program; TimeoutError if it does not end in time."""
     return Program(script, *argv, **options).wait(timeout)
+
+
+def require_success(script: str | Path, *argv: object, **options: object) -> Run:
+    """Run a script; AssertionError with what it printed unless it succeeds."""
+    done = run(script, *argv, **options)
+    assert done.code == 0, done.out + done.err
+    return done
+
+
+def run_ranks(
+    script: str | Path,
+    ranks: int,
+    *argv: object,
+    timeout: float = LIMIT,
+    planted: dict[int, dict] | None = None,
+    flags: dict[int, list] | None = None,
+) -> list[Run | TimeoutError]:
+    """Run a script as `torchrun --nproc-per-node RANKS` would; faults, and more flags, are given by rank.
+
+    A rank that does not end in time is killed, and has a TimeoutError in the place of its Run.
+    """
+    with meeting_point() as everywhere:
+        everywhere |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "test"}
+        everywhere |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        programs = [
+            Program(
+                script,
+                *argv,
+                *(flags or {}).get(rank, []),
+                environment=everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                **(planted or {}).get(rank, {}),
+            )
+            for rank in range(ranks)
+        ]
+        deadline, ended = time.monotonic() + timeout, []
+        for program in programs:
+            try:
+                ended.append(program.wait(deadline - time.monotonic()))
+            except TimeoutError as late:
+                ended.append(late)
+        return ended
+
+
+@contextmanager
+def meeting_point():
+    """The environment in which ranks meet at a store of this process, as torchrun's agent would host it.
+
+    The system chooses its port, and it is held from then on: nobody can take it.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    del store
 
 
 def wait_for(condition, seconds: float, what: str):
@@ -175,43 +137,7 @@ def wait_for(condition, seconds: float, what: str):
 
 
 def free_port() -> int:
-    """A TCP port of this machine on which nobody listens."""
+    """A TCP port of this machine on which nobody listens, yet; only where run_ranks() will not do."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
-
-
-def run_ranks(
-    script: str,
-    ranks: int,
-    *argv: object,
-    timeout: float = 120,
-    faults: dict[int, dict] | None = None,
-    flags: dict[int, list] | None = None,
-) -> list[Run | TimeoutError]:
-    """Run a script as `torchrun --nproc-per-node RANKS` would; `faults`, and more `flags`, are given by rank.
-
-    A rank that does not end in time is killed, and has a TimeoutError in the place of its Run.
-    """
-    port, programs, ended = str(free_port()), [], []
-    for rank in range(ranks):
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
-        environment |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-        environment = {name: str(value) for name, value in environment.items()}
-        own = (flags or {}).get(rank, [])
-        programs.append(Program(script, *argv, *own, environment=environment, **(faults or {}).get(rank, {})))
-    deadline = time.monotonic() + timeout
-    for program in programs:
-        try:
-            ended.append(program.wait(deadline - time.monotonic()))
-        except TimeoutError as late:
-            ended.append(late)
-    return ended
-
-
-def require_success(script: str, *argv: object, **options: float) -> Run:
-    """Run a script; AssertionError with what it printed unless it succeeds."""
-    done = run(script, *argv, **options)
-    assert done.code == 0, done.out + done.err
-    return done

@@ -400,7 +400,7 @@ def test_more_of_the_step_to_hide_behind_and_fewer_bytes_help() -> None:
 def run(*flags: object) -> subprocess.CompletedProcess[str]:
     """Run the program in its folder, as a reader does."""
     command = [sys.executable, SCRIPT.name, *(str(flag) for flag in flags)]
-    return subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True)
 
 
 def test_the_program_writes_its_figures_and_a_picture(tmp_path: Path, capsys) -> None:

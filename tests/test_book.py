@@ -12,6 +12,8 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
+pytestmark = pytest.mark.thorough
+
 OLD = '''"""The old script."""
 
 import os
@@ -389,14 +391,21 @@ def test_save_ends_with_a_newline_and_refuses_large_notebooks(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------ Markdown
 
 
-def test_files_skips_what_is_hidden_and_what_runs_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_what_git_has_or_would_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(book, "ROOT", tmp_path)
-    for name in (".venv/a.md", "a.md", "one/a.md", "one/.x/a.md", "one/outputs/a.md", "one/b.txt"):
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / ".gitignore").write_text("outputs/\n")
+    for name in ("a.md", "one/a.md", "one/outputs/a.md", "one/b.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert book.files("*.md") == [tmp_path / "a.md", tmp_path / "one" / "a.md"]
+    copied = book.clone(tmp_path / "outputs")
+    assert sorted(path.name for path in copied.rglob("*") if path.is_file()) == [
+        ".gitignore",
+        "a.md",
+        "a.md",
+        "b.txt",
+    ]
 
 
 LINKS = """# The wind: `u` & v_10!
@@ -476,6 +485,7 @@ def test_the_command_line_executes_and_saves_in_place(
 
 def test_the_command_line_fills_every_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(book, "ROOT", tmp_path)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     (tmp_path / "one").mkdir()
     readmes = [tmp_path / "README.md", tmp_path / "one" / "README.md"]
     for readme in readmes:

@@ -1,0 +1,86 @@
+"""Run a script of the book with a fault planted in its process, the one way in which the tests break programs."""
+
+import io
+import os
+import resource
+import runpy
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+
+def _kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stall() -> None:
+    time.sleep(1e6)
+
+
+def _at_optimizer_step(action, number: int) -> None:
+    """Call `action()` as this process is about to take its optimizer step `number`, counted from 0."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    steps = iter(range(number + 1))
+    register_optimizer_step_pre_hook(lambda *_: action() if next(steps, None) == number else None)
+
+
+def _slow_down(seconds: float) -> None:
+    """Sleep before each optimizer step, so that what comes from outside hits the run in the middle."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    register_optimizer_step_pre_hook(lambda *_: time.sleep(seconds))
+
+
+def _stall_at_fetch(number: int) -> None:
+    """Sleep for ever as this process is about to read its batch `number`, counted from 0, by itself."""
+    from torch.utils.data._utils.fetch import _MapDatasetFetcher as Fetcher
+
+    fetch, taken = Fetcher.fetch, iter(range(number))
+    Fetcher.fetch = lambda *args: fetch(*args) if next(taken, None) is not None else _stall()
+
+
+def _kill_in_checkpoint(number: int) -> None:
+    """Kill this process when checkpoint `number`, counted from 0, is half written."""
+    import torch
+
+    save, begun = torch.save, iter(range(number))
+
+    def half(checkpoint: dict, path: Path) -> None:
+        if next(begun, None) is not None:
+            return save(checkpoint, path)
+        whole = io.BytesIO()
+        save(checkpoint, whole)
+        Path(path).write_bytes(whole.getvalue()[: whole.tell() // 2])
+        _kill_self()
+
+    torch.save = half
+
+
+def _limit_file_size(number: int) -> None:
+    """Let no file grow beyond `number` bytes: what a program sees of it is what a full disk shows."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+
+
+FAULTS = {
+    "kill_at_step": partial(_at_optimizer_step, _kill_self),
+    "terminate_at_step": partial(_at_optimizer_step, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+    "stall_at_step": partial(_at_optimizer_step, _stall),
+    "stall_at_fetch": _stall_at_fetch,
+    "slow_steps": _slow_down,
+    "kill_in_checkpoint": _kill_in_checkpoint,
+    "file_size": _limit_file_size,
+}
+
+
+def run(script: str | Path, argv: list[str], **faults: float) -> None:
+    """Run a script as `python SCRIPT ARGV` would in its folder, in this process, with these of FAULTS planted."""
+    folder = Path(script).parent
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.argv = [Path(script).name, *argv]
+    for name, value in faults.items():
+        FAULTS[name](value)
+    runpy.run_path(str(script), run_name="__main__")

@@ -1,0 +1,60 @@
+"""What a training run has left in its folder, and when two runs have ended at the same."""
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import programs
+import torch
+
+# What must be alike for two runs to go on alike, by the names that either kind of script saves it under.
+BY_HAND = ("step", "model", "optimizer", "schedule")
+LIGHTNING = ("global_step", "state_dict", "optimizer_states", "lr_schedulers")
+
+
+def load(script: str | Path, name: str) -> ModuleType:
+    """Import a script of the book under a name of its own."""
+    spec = importlib.util.spec_from_file_location(name, programs.ROOT / script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def state(folder: Path) -> dict:
+    """All of a run's last checkpoint that training changes; KeyError if it lacks a part."""
+    saved = torch.load(folder / "last.ckpt", weights_only=True)
+    names = BY_HAND if "model" in saved else LIGHTNING
+    return dict(zip(BY_HAND, (saved[name] for name in names)))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The network's weights in a run's last checkpoint, under the same names for all scripts."""
+    saved = torch.load(folder / "last.ckpt", weights_only=True)
+    if "model" in saved:
+        return saved["model"]
+    state = saved["state_dict"].items()
+    return {name.removeprefix("model."): value for name, value in state if name.startswith("model.")}
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of each step, from a run's log: that of rank 0, if there are several."""
+    path = folder / "metrics.csv"
+    with open(path if path.exists() else folder / "metrics_rank_0.csv", newline="") as log:
+        return [float(row["loss"]) for row in csv.DictReader(log) if row["loss"]]
+
+
+def summary(folder: Path) -> dict:
+    """The headline figures of a run that has ended."""
+    return json.loads((folder / "summary.json").read_text())
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    """Two runs ended at the same bits: step, weights, optimizer, schedule and RMSE."""
+    first, second = state(one), state(other)
+    assert first["step"] == second["step"] > 0
+    moments = first["optimizer"][0] if isinstance(first["optimizer"], list) else first["optimizer"]
+    assert moments["state"].keys() == set(range(len(weights(one)))), "no moments for some weights"
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert summary(one)["rmse"] == summary(other)["rmse"]

@@ -1,0 +1,13 @@
+"""Chapter 1's notebook, from top to bottom with few steps."""
+
+from pathlib import Path
+
+import book
+
+
+def test_the_notebook_runs_with_reduced_settings(tmp_path: Path) -> None:
+    notebook = book.execute(book.clone(tmp_path) / "01_setup/notebook.ipynb", {"MAX_STEPS": 4})
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 8
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert printed.count("U-Net after 4 steps") == 2  # by hand, and with Lightning
