@@ -6,6 +6,7 @@ import os
 import book
 import numpy as np
 import pytest
+from runs import load
 
 CHAPTER = book.ROOT / "02_multi_gpu"
 PROGRAMS = ["train", "train_ddp_by_hand", "scaling", "predict_scaling", "wrong_ways"]
@@ -24,7 +25,7 @@ def module():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_of_every_program(name: str, module, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        module(name).main(["--help"])
+        load(f"02_multi_gpu/{name}.py", f"chapter_02_{name}").main(["--help"])
     assert "Chapter 2" in capsys.readouterr().out
 
 

@@ -30,6 +30,7 @@ MAX_CHANGED_LINES_HERE = {"02_multi_gpu": 330}  # devices, launchers, signals an
 MAX_CODE_LINES = {"01_setup": 450}  # of a train*.py
 MAX_CODE_LINES_ELSEWHERE = 600
 
+HERE = Path(__file__).parent
 READMES = book.files("README.md")
 MARKDOWN = book.files("*.md")
 NOTEBOOKS = book.files("*.ipynb")
@@ -119,6 +120,14 @@ def test_missing_paths_follows_cd_within_a_block() -> None:
     assert missing_paths(["git clone https://x.org/a/b.git", "cd b", "cd tests"], root.parent) == []
     block = ["cd tests", "A=1 uv run python nowhere.py --steps 4 | tee 'a; b.py c'", "cd tests"]
     assert missing_paths(block, root) == ["nowhere.py", "cd tests"]
+
+
+def test_the_table_of_effects_names_tests_that_exist() -> None:
+    text = (book.ROOT / "tests/README.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+    assert named
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (HERE / file).read_text()]
+    assert missing == []
 
 
 # ---------------------------------------------------------------------------------------- notebooks
