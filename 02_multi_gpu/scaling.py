@@ -346,7 +346,7 @@ def timeline(bench: Bench) -> list[dict]:
         step.optimizer.step()
         ended = bench.clock()
         times = {"data": given, "forward": forward, "backward": backward, "optimizer": ended}
-        row = {"step": number, "straggler": late, "rank": bench.rank}
+        row = {"step": number, "straggler": late, "rank": bench.rank, "began": began}
         row |= {name: value - began for name, value in times.items()}
         row["buckets"] = [[a - began, b - began] for _, (a, b) in sorted(buckets.items())]
         rows += bench.gather(row) if number >= 3 else []

@@ -218,8 +218,11 @@ def padded_validation(rank: int) -> dict:
 
 def outcome(function, timeout: timedelta = LONG) -> str:
     """Run something that may wait for a rank that never comes, and say how that ended on either rank."""
+    group = distributed.new_group(timeout=LONG)
+    distributed.barrier(group)  # on a busy machine, to make a group may take longer than SHORT
+    distributed.set_timeout(timeout, group)
     try:
-        function(distributed.new_group(timeout=timeout))
+        function(group)
         mine = "ends"
     except RuntimeError as failure:
         waited = "Timed out" in str(failure) or "closed by peer" in str(failure)

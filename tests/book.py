@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -303,16 +304,21 @@ def execute(path: Path, parameters: dict | None = None, timeout: int = 600) -> N
         source = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
         notebook.cells.insert(tagged[0] + 1, nbformat.v4.new_code_cell(source))
     # With no folder of kernels to look in, only `python3` is left, and that is sys.executable.
-    kernels = KernelSpecManager(kernel_dirs=[])
-    client = NotebookClient(
-        notebook,
-        km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=kernels),
-        timeout=timeout,
-        resources={"metadata": {"path": str(path.parent)}},
-        coalesce_streams=True,
-    )
+    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return client.execute(cleanup_kc=True, env=os.environ | {"PATH": programs})
+    with tempfile.TemporaryDirectory() as folder:
+        if (
+            os.name == "posix"
+        ):  # sockets in a folder of its own: no other program can take a port of the kernel
+            manager.transport, manager.ip = "ipc", f"{folder}/kernel"
+        client = NotebookClient(
+            notebook,
+            km=manager,
+            timeout=timeout,
+            resources={"metadata": {"path": str(path.parent)}},
+            coalesce_streams=True,
+        )
+        return client.execute(cleanup_kc=True, env=os.environ | {"PATH": programs})
 
 
 def output_text(output: NotebookNode) -> str:

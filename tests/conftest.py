@@ -1,29 +1,36 @@
 """Nothing outside the suite decides how it ends: settings for every test, made before any imports torch."""
 
 import os
+import re
 import socket
 import sys
 from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker
 
 import psutil
 import pytest
 
-# What a launcher or a scheduler has set would be taken for a place among other ranks.
-LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "GROUP_", "OMPI_", "PMI_", "LSB_")
+pytest.register_assert_rewrite("programs", "runs")  # their assertions, too, show what they compared
+import programs  # noqa: E402
+
+# What a launcher or a scheduler has set would be taken for a place among other ranks, and torchrun.sh has
+# settings of its own.
+LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "PET_", "MASTER_", "GROUP_", "OMPI_", "PMI_", "LSB_", "JSM_", "GIT_")
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-for name in [name for name in os.environ if name.startswith(LAUNCHERS) or name in RANKS]:
-    del os.environ[name]
+TORCHRUN_SH = "HEAD NODE LOCAL_ADDR MIN_NODES MAX_NODES PROCESSES MAX_RESTARTS GRACE RDZV_CONF SCRIPT JOB"
+for name in list(os.environ):
+    if name.startswith(LAUNCHERS) or name in (*RANKS, *TORCHRUN_SH.split()):
+        del os.environ[name]
 
 # One thread a process: two workers on two cores, and sums that are added in the same order everywhere.
-os.environ |= {"OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+os.environ |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
 if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
     os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]  # else gloo asks for the address of the host's name
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPUs unless they are what is tested, and become the parent of orphans (Linux)."""
-    if config.getoption("markexpr") != "gpu":
+    if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     if sys.platform == "linux":
         import ctypes
@@ -35,8 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def no_process_outlives_its_test():
     """End what a test has left running, such as the workers of a rank that was killed, or all after a time-out."""
     yield
-    ours = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in ours]
+    left = programs.running()
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -1,4 +1,4 @@
-"""Run a script of the book with a fault planted in its process, the one way in which the tests break programs."""
+"""Run a script of the book with a fault planted in its process: how the tests kill, stall and starve programs."""
 
 import io
 import os

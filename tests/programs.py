@@ -4,14 +4,17 @@ has already imported the heavy packages. A script cannot tell; it only starts in
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import faults
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent  # not book.ROOT: each fork imports this file, and book is slow
 LIMIT = 300  # seconds: a guard against hangs, tenfold above the usual time on a busy machine
@@ -83,13 +86,14 @@ def run_ranks(
     script: str | Path,
     ranks: int,
     *argv: object,
-    timeout: float = LIMIT,
     planted: dict[int, dict] | None = None,
     flags: dict[int, list] | None = None,
+    stalls: int | None = None,
 ) -> list[Run | TimeoutError]:
     """Run a script as `torchrun --nproc-per-node RANKS` would; faults, and more flags, are given by rank.
 
-    A rank that does not end in time is killed, and has a TimeoutError in the place of its Run.
+    A rank that does not end in time is killed, and has a TimeoutError in the place of its Run; so is the rank
+    that `stalls`, as soon as the others have ended.
     """
     with meeting_point() as everywhere:
         everywhere |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "test"}
@@ -104,13 +108,13 @@ def run_ranks(
             )
             for rank in range(ranks)
         ]
-        deadline, ended = time.monotonic() + timeout, []
-        for program in programs:
+        ended = {}
+        for rank in sorted(range(ranks), key=lambda rank: rank == stalls):
             try:
-                ended.append(program.wait(deadline - time.monotonic()))
+                ended[rank] = programs[rank].wait(0 if rank == stalls else LIMIT)
             except TimeoutError as late:
-                ended.append(late)
-        return ended
+                ended[rank] = late
+        return [ended[rank] for rank in range(ranks)]
 
 
 @contextmanager
@@ -123,17 +127,29 @@ def meeting_point():
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    del store
 
 
-def wait_for(condition, seconds: float, what: str):
-    """The first truthy value of `condition()`; AssertionError if there is none in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
+def printed(done: list[Run | TimeoutError]) -> str:
+    """How several programs ended and what they printed, whole; pytest would shorten a list."""
+    return "\n".join(
+        str(one) if isinstance(one, TimeoutError) else f"{one.code}: {one.out}{one.err}" for one in done
+    )
+
+
+def running() -> list[psutil.Process]:
+    """What this process and its children have started and has not ended, but for multiprocessing's servants."""
+    ours = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in ours]
+
+
+def wait_for(condition, job: subprocess.Popen, what: str) -> None:
+    """Wait until `condition()` holds; AssertionError if the job has ended before, TimeoutError after LIMIT."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert job.poll() is None, f"ended with {job.returncode} before {what}"
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {LIMIT} s")
         time.sleep(0.1)
-    raise AssertionError(f"{what}: not within {seconds} s")
 
 
 def free_port() -> int:

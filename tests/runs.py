@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -34,8 +35,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     saved = torch.load(folder / "last.ckpt", weights_only=True)
     if "model" in saved:
         return saved["model"]
-    state = saved["state_dict"].items()
-    return {name.removeprefix("model."): value for name, value in state if name.startswith("model.")}
+    named = saved["state_dict"].items()
+    return {name.removeprefix("model."): value for name, value in named if name.startswith("model.")}
 
 
 def losses(folder: Path) -> list[float]:
@@ -48,6 +49,21 @@ def losses(folder: Path) -> list[float]:
 def summary(folder: Path) -> dict:
     """The headline figures of a run that has ended."""
     return json.loads((folder / "summary.json").read_text())
+
+
+def check_summary(printed: str) -> float:
+    """Every line that the walkthrough promises is there; return how far the RMSE is below the climatology's."""
+    for pattern in (
+        r"climatology +[\d.]+\n",
+        r"nearest neighbour +[\d.]+\n",
+        r"linear interpolation +[\d.]+\n",
+        r"[\d.]+ samples/s, [\d.]+% of the time waiting for data\n",
+        r"peak memory [\d.]+ GB, \d+ s\n",
+        r"picture: \S+fill\.png\n",
+    ):
+        assert re.search(pattern, printed), f"{pattern} is not in\n{printed}"
+    network = float(re.search(r"U-Net after \d+ steps +([\d.]+) +\d+% (?:below|above)", printed)[1])
+    return 1 - network / float(re.search(r"climatology +([\d.]+)", printed)[1])
 
 
 def assert_same_bits(one: Path, other: Path) -> None:

@@ -43,7 +43,7 @@ GRADIENTS = ["mean_of_means", "accumulated_mean_of_means", "batch_norm"]
 
 @pytest.mark.parametrize("way", GRADIENTS)
 def test_the_gradient_of_two_ranks_is_that_of_one_only_the_right_way(way: str, ways: dict) -> None:
-    assert ways[way]["right"] < ways[way]["wrong"] / 1000
+    assert 1e-3 < ways[way]["wrong"] > 1000 * ways[way]["right"]
     if way == "mean_of_means":
         assert ways[way]["right in patches of 16 x 16"] < ways[way]["wrong in patches of 16 x 16"] / 1000
 
@@ -158,7 +158,18 @@ def test_the_timeline_tells_what_each_rank_does_with_and_without_a_straggler(mea
     for row in rows:
         assert 0 <= row["data"] <= row["forward"] <= row["backward"] <= row["optimizer"]
         assert all(row["forward"] <= ready <= done <= row["backward"] for ready, done in row["buckets"])
-        assert row["data"] >= 0.05 or not (row["straggler"] and row["rank"] == 1)  # it waits so long
+
+
+@thorough
+def test_a_straggler_holds_up_the_other_rank(measured: dict) -> None:
+    """Rank 0's last all-reduce ends after rank 1 has begun to compute, by the clock that both share."""
+    late = {(row["step"], row["rank"]): row for row in measured["timeline"] if row["straggler"]}
+    for step in {step for step, _ in late}:
+        held_up, straggler = late[step, 0], late[step, 1]
+        begins = straggler["began"] + straggler["data"]
+        assert (
+            held_up["began"] + max(end for _, end in held_up["buckets"]) > begins > straggler["began"] + 0.05
+        )
 
 
 def test_the_committed_scaling_is_of_this_script(module) -> None:
@@ -181,5 +192,5 @@ def test_the_committed_scaling_is_of_this_script(module) -> None:
 )
 def test_scaling_refuses_what_it_cannot_measure(flags: list, message: str, module) -> None:
     scaling = module("scaling")
-    with pytest.raises(scaling.chapter.InputError, match=message):
+    with pytest.raises(scaling.chapter.InputError, match=f"^{message}"):
         scaling.main([str(flag) for flag in flags])

@@ -12,10 +12,10 @@ from pathlib import Path
 import book
 import numpy as np
 import programs
+import psutil
 import pytest
 import torch
-from runs import assert_same_bits, load, losses, state, summary, weights
-from test_01_setup import check_summary
+from runs import assert_same_bits, check_summary, load, losses, state, summary, weights
 from torch import distributed
 
 CHAPTER = book.ROOT / "02_multi_gpu"
@@ -32,14 +32,13 @@ chapter = load(LIGHTNING, "chapter_02_train")
 def both(*gate: tuple) -> list:
     """Parameters (script, ...) that run in the gate; the thorough suite has the same with the other script."""
     other = {LIGHTNING: BY_HAND, BY_HAND: LIGHTNING}
-    rest = [(other[script], *more) for script, *more in gate]
-    return [*gate, *(pytest.param(*one, marks=thorough) for one in rest if one not in gate)]
+    return [*gate, *(pytest.param(other[script], *more, marks=thorough) for script, *more in gate)]
 
 
 def train(script: str, ranks: int, folder: Path, *flags: object, **options) -> list[programs.Run]:
     """Train on some ranks; fail with what they printed unless all of them succeed."""
     done = programs.run_ranks(script, ranks, *SMALL, "--output-dir", folder, *flags, **options)
-    assert [getattr(one, "code", one) for one in done] == [0] * ranks, done
+    assert [getattr(one, "code", one) for one in done] == [0] * ranks, programs.printed(done)
     return done
 
 
@@ -108,11 +107,14 @@ def test_killed_on_two_ranks_and_resumed_to_the_bit(script: str, step: int, tmp_
 
 
 @thorough
+@pytest.mark.parametrize("guilty", [0, 1])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_who_survives_a_killed_rank_says_so_in_one_line(script: str, tmp_path: Path) -> None:
+def test_who_survives_a_killed_rank_says_so_in_one_line(script: str, guilty: int, tmp_path: Path) -> None:
     flags = [*SMALL, "--output-dir", tmp_path]
-    _, other = programs.run_ranks(script, 2, *flags, planted={0: {"kill_at_step": 2}})
-    assert re.search(r"error: rank 1 has lost another rank: .*--resume goes on\n", other.err)
+    killed = programs.run_ranks(script, 2, *flags, planted={guilty: {"kill_at_step": 2}})
+    other = killed[1 - guilty]
+    assert [killed[guilty].code, other.code] == [-9, 1]
+    assert re.search(rf"error: rank {1 - guilty} has lost another rank: .*--resume goes on\n", other.err)
     assert "Traceback" not in other.err
 
 
@@ -149,14 +151,16 @@ def test_three_ranks_resume_to_the_bit_because_the_buckets_are_settled(
     script: str, tmp_path: Path, whole
 ) -> None:
     kill = {1: {"kill_at_step": 5}}
-    programs.run_ranks(script, 3, *SMALL, "--output-dir", tmp_path / "with", planted=kill)
+    killed = programs.run_ranks(script, 3, *SMALL, "--output-dir", tmp_path / "with", planted=kill)
+    assert killed[1].code == -9
     train(script, 3, tmp_path / "with", "--resume")
     assert_same_bits(tmp_path / "with", whole(script, 3))
     if script == BY_HAND:  # and the effect without it
         unsettled = tmp_path / "unsettled.py"
         unsettled.write_text(UNSETTLED)
         train(unsettled, 3, tmp_path / "whole")
-        programs.run_ranks(unsettled, 3, *SMALL, "--output-dir", tmp_path / "without", planted=kill)
+        killed = programs.run_ranks(unsettled, 3, *SMALL, "--output-dir", tmp_path / "without", planted=kill)
+        assert killed[1].code == -9
         train(unsettled, 3, tmp_path / "without", "--resume")
         with pytest.raises(AssertionError, match="not equal"):
             assert_same_bits(tmp_path / "without", tmp_path / "whole")
@@ -186,8 +190,8 @@ def test_sigterm_to_one_rank_stops_all_with_a_checkpoint(
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_rank_that_stalls_is_noticed_and_found(script: str, fault: str, tmp_path: Path) -> None:
     """Rank 1 stalls: rank 0 ends in bounded time, and what both have left behind says who is guilty."""
-    flags = [*SMALL, "--timeout", 4, "--output-dir", tmp_path]
-    other, stalled = programs.run_ranks(script, 2, *flags, planted={1: {fault: 2}}, timeout=16)
+    flags = [*SMALL, "--timeout", 10, "--output-dir", tmp_path]
+    other, stalled = programs.run_ranks(script, 2, *flags, planted={1: {fault: 2}}, stalls=1)
     assert other.code == 1
     assert "error: rank 0 has lost another rank" in other.err
     assert isinstance(stalled, TimeoutError)  # it sleeps until it is killed
@@ -274,6 +278,8 @@ def test_torchrun_starts_two_ranks_and_leaves_nothing_behind(script: str, tmp_pa
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("RMSE over the unseen cells") == 1  # from rank 0 alone
     assert not list(tmp_path.glob("part-*"))
+    _, left = psutil.wait_procs(programs.running(), timeout=programs.LIMIT)
+    assert left == []
 
 
 @thorough
@@ -287,7 +293,7 @@ def test_under_slurms_environment_two_tasks_make_two_ranks(tmp_path: Path, whole
             flags = [*SMALL, "--output-dir", tmp_path]
             tasks.append(programs.Program(LIGHTNING, *flags, environment=environment))
         done = [task.wait() for task in tasks]
-    assert [one.code for one in done] == [0, 0], [one.err for one in done]
+    assert [one.code for one in done] == [0, 0], programs.printed(done)
     assert_same_bits(tmp_path, whole(LIGHTNING, 2))
 
 
@@ -317,10 +323,17 @@ BAD_INPUT = {
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_named_with_its_flag_and_writes_nothing(case: str, tmp_path: Path) -> None:
     flags, message = BAD_INPUT[case]
-    with pytest.raises(chapter.InputError, match=message) as raised:
+    with pytest.raises(chapter.InputError, match=f"^{message}") as raised:
         chapter.main(["--output-dir", str(tmp_path / "run"), *map(str, flags)])
     assert "\n" not in str(raised.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("program", ["train.py", "scaling.py"])
+def test_bad_input_ends_the_program_with_one_line_and_code_2(program: str) -> None:
+    done = programs.run(f"02_multi_gpu/{program}", "--devices", 999, "--accelerator", "cpu")
+    assert (done.code, done.out) == (2, "")
+    assert re.fullmatch(rf"{program}: error: --devices 999: .*\n", done.err), done.err
 
 
 def test_flags_that_contradict_the_launcher_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -412,9 +425,7 @@ def test_a_full_disk_stops_all_ranks_and_keeps_the_last_checkpoint(
     flags = [*SMALL, "--output-dir", tmp_path]
     programs.run_ranks(script, 2, *flags, planted={0: {"kill_at_step": 4}})
     before = (tmp_path / "last.ckpt").read_bytes()
-    done = programs.run_ranks(
-        script, 2, *flags, "--resume", planted={0: {"file_size": 1_000_000}}, timeout=40
-    )
+    done = programs.run_ranks(script, 2, *flags, "--resume", planted={0: {"file_size": 1_000_000}})
     assert [one.code for one in done] == [2, 1]
     assert re.search(r"error: --output-dir \S+: cannot write last.ckpt .*make room", done[0].err)
     assert "Traceback" not in done[0].err + done[1].err

@@ -1,6 +1,5 @@
 """Chapter 2's planning model: each formula against something that does not use it."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -11,6 +10,7 @@ import book
 import numpy as np
 import pytest
 import torch
+from runs import load
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,15 +21,7 @@ LATENCY, BANDWIDTH = 120e-6, 1.6e9  # of the machine from which the made-up resu
 GRADIENTS = 1_000_000  # bytes: one bucket
 
 
-def load(path: Path):
-    """Import a script; not as test_01_setup does, for that would import Lightning too."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-predict = load(SCRIPT)
+predict = load(SCRIPT, "predict_scaling")
 slow, fast = predict.Link("slow", 14e-6, 50e9), predict.Link("fast", 3.4e-6, 450e9)
 
 
