@@ -674,8 +674,6 @@ def main(argv: list[str] | None = None) -> dict:
         if launcher := trainer.strategy.launcher:
             launcher.kill(signal.SIGKILL)  # the ranks that it started would wait for this one
         raise
-    if several:
-        distributed.destroy_process_group()  # a process that ends with gloo's threads alive may abort
     figures = {"steps": args.max_steps, "loss": loss, "rmse": rmse}
     if not trainer.is_global_zero:
         return figures
@@ -723,3 +721,8 @@ if __name__ == "__main__":
         os._exit(1 if distributed.is_initialized() else 2)  # at once: the group's threads may never end
     except KeyboardInterrupt:
         sys.exit("\nstopped; --resume goes on from the last checkpoint")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        0
+    )  # at once: gloo's threads may hold tensors still, and to free them while Python ends would abort

@@ -609,3 +609,8 @@ if __name__ == "__main__":
         os._exit(1 if distributed.is_initialized() else 2)  # at once: the group's threads may never end
     except KeyboardInterrupt:
         sys.exit("\nstopped; --resume goes on from the last checkpoint")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        0
+    )  # at once: gloo's threads may hold tensors still, and to free them while Python ends would abort

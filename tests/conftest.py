@@ -12,9 +12,9 @@ import pytest
 pytest.register_assert_rewrite("programs", "runs")  # their assertions, too, show what they compared
 import programs  # noqa: E402
 
-# What a launcher or a scheduler has set would be taken for a place among other ranks, and torchrun.sh has
-# settings of its own.
-LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "PET_", "MASTER_", "GROUP_", "OMPI_", "PMI_", "LSB_", "JSM_", "GIT_")
+# What a launcher or a scheduler has set would be taken for a place among other ranks, and torchrun.sh and
+# torch have settings of their own.
+LAUNCHERS = ("SLURM_", "PET_", "MASTER_", "GROUP_", "OMPI_", "PMI_", "LSB_", "JSM_", "TORCH", "GIT_")
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 TORCHRUN_SH = "HEAD NODE LOCAL_ADDR MIN_NODES MAX_NODES PROCESSES MAX_RESTARTS GRACE RDZV_CONF SCRIPT JOB"
 for name in list(os.environ):

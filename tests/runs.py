@@ -46,6 +46,20 @@ def losses(folder: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(log) if row["loss"]]
 
 
+def losses_after(folder: Path, start: int) -> list[tuple[int, float]]:
+    """(step, loss) of each step that a run took after it had been resumed at `start`, from the log of that."""
+    logs = [folder / f"resumed_at_{start}" / "metrics.csv", *folder.glob(f"resumed_at_{start}*.csv")]
+    with open(next(path for path in logs if path.exists()), newline="") as log:
+        return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(log) if row["loss"]]
+
+
+def assert_resumed(folder: Path, start: int, whole: Path) -> None:
+    """A killed run went on at step `start`, and no earlier, with the losses of the run that nobody killed."""
+    after = losses_after(folder, start)
+    assert [step for step, _ in after] == list(range(start, state(whole)["step"]))
+    assert [loss for _, loss in after] == losses(whole)[start:]
+
+
 def summary(folder: Path) -> dict:
     """The headline figures of a run that has ended."""
     return json.loads((folder / "summary.json").read_text())

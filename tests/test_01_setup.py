@@ -13,7 +13,7 @@ import pytest
 import torch
 import xarray as xr
 from lightning.pytorch import LightningModule, Trainer
-from runs import assert_same_bits, check_summary, load, losses, state, summary, weights
+from runs import assert_resumed, assert_same_bits, check_summary, load, losses, state, summary, weights
 from torch.utils.data import DataLoader
 
 CHAPTER = book.ROOT / "01_setup"
@@ -83,7 +83,9 @@ def test_a_sample_depends_on_nothing_but_seed_step_and_k() -> None:
         for name in first:
             np.testing.assert_array_equal(first[name], second[name])
     another, _ = patches("--seed", 6)
-    assert not np.array_equal(another[0, 0]["input"], one[0, 0]["input"])
+    for part in (1, 2, 3):  # the corner's row and column, the swaths: not only the time
+        drawn = [[patch.sample(*address)[part] for address in addresses] for patch in (one, another)]
+        assert not np.array_equal(*drawn)
     assert len({one[address]["input"].tobytes() for address in addresses}) == len(addresses)
 
 
@@ -203,6 +205,42 @@ def test_baselines_are_exact_where_they_should_be() -> None:
     figures = chapter.baselines(training, validation)
     # Not exact at the rims, outside the hull of the seen cells, where it takes the nearest one.
     assert figures["linear interpolation"] < 0.05 * figures["climatology"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_rmse_and_the_climatologys_are_those_of_a_plain_sum(script: str) -> None:
+    """Unseen cells only, weighted by cos(latitude): in numpy, for a network that predicts the training mean."""
+    module, (training, validation) = MODULES[script], patches()
+    months = [part.times.astype("datetime64[M]").astype(int) % 12 for part in (training, validation)]
+    squares, total = np.zeros(2), 0.0
+    for k in range(module.VALIDATION_SAMPLES):
+        time, row, column, seen = validation.sample(0, k)
+        truth = validation.cut(validation.values[time], row, column)
+        month = training.values[months[0] == months[1][time]].mean(axis=0)
+        cosine = np.cos(np.deg2rad(validation.latitude[row : row + 64, None])).clip(0)
+        weight = np.where(seen, 0, cosine)
+        for i, guess in enumerate((training.mean, validation.cut(month, row, column))):
+            squares[i] += (weight * (guess - truth) ** 2).sum()
+        total += 2 * weight.sum()
+    of_mean, of_climatology = np.sqrt(squares / total)
+
+    class Zero(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(x[:, :2])
+
+    loader = DataLoader(validation, sampler=[(0, k) for k in range(module.VALIDATION_SAMPLES)], batch_size=32)
+    if script == SCRIPTS[0]:
+        model = module.WindFill(
+            {"seed": 0, "overfit_one_batch": False}, training.mean.tolist(), training.std.tolist()
+        )
+        model.model = Zero()
+        for batch in loader:
+            model.validation_step(batch, 0)
+        found = model.mean_square.compute().sqrt().item()
+    else:
+        found = module.validate(Zero(), loader, torch.from_numpy(training.std))
+    assert found == pytest.approx(of_mean, rel=1e-5)
+    assert module.baselines(training, validation)["climatology"] == pytest.approx(of_climatology, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -339,6 +377,8 @@ def test_a_run_killed_at_any_step_resumes_to_the_bit(
     assert not (tmp_path / "summary.json").exists()
     programs.require_success(script, *flags, "--resume")
     assert_same_bits(tmp_path, whole[script])
+    if step >= 3:  # the first checkpoint but for that of step 0
+        assert_resumed(tmp_path, step // 3 * 3, whole[script])
 
 
 @thorough
@@ -465,7 +505,7 @@ def test_too_short_an_overfit_says_so(tmp_path: Path) -> None:
     assert "NOT learnt" in done.out
 
 
-@pytest.mark.parametrize("script", ONE_OF_BOTH)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_nan_stops_the_run_and_names_the_step(script: str, tmp_path: Path) -> None:
     flags = [*SMALL, "--learning-rate", 1e30, "--output-dir", tmp_path]
     done = programs.run(script, *flags)

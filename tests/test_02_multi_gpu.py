@@ -15,7 +15,17 @@ import programs
 import psutil
 import pytest
 import torch
-from runs import assert_same_bits, check_summary, load, losses, state, summary, weights
+from runs import (
+    assert_resumed,
+    assert_same_bits,
+    check_summary,
+    load,
+    losses,
+    losses_after,
+    state,
+    summary,
+    weights,
+)
 from torch import distributed
 
 CHAPTER = book.ROOT / "02_multi_gpu"
@@ -102,8 +112,10 @@ def test_killed_on_two_ranks_and_resumed_to_the_bit(script: str, step: int, tmp_
     killed = programs.run_ranks(script, 2, *flags, planted={guilty: {"kill_at_step": step}})
     assert killed[guilty].code == -9
     assert killed[1 - guilty].code != 0
-    train(script, 2, tmp_path, "--resume", "--num-workers", 1 if step == 3 else 0)
+    train(script, 2, tmp_path, "--resume", "--num-workers", 1 if step in (3, 4) else 0)
     assert_same_bits(tmp_path, whole(script, 2))
+    if step >= 3:
+        assert_resumed(tmp_path, step // 3 * 3, whole(script, 2))
 
 
 @thorough
@@ -134,6 +146,7 @@ def test_killed_and_resumed_on_another_number_of_ranks(
     train(script, after, tmp_path, "--resume", "--accumulate", accumulate)
     torch.testing.assert_close(weights(tmp_path), weights(whole(script, 1)), **TOLERANCE)
     assert rmse(tmp_path) == pytest.approx(rmse(whole(script, 1)), rel=1e-6)
+    assert len(losses_after(tmp_path, 3)) == 4
 
 
 UNSETTLED = f"""
@@ -256,6 +269,16 @@ def test_the_noise_of_the_samples_reaches_the_network(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- as a reader runs it
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("sqrt", 2), ("linear", 4)])
+def test_the_learning_rate_follows_the_rule(rule: str, factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    by_hand = load(BY_HAND, "chapter_02_by_hand")
+    flags = ["--batch-size", "32", "--learning-rate", "1", "--learning-rate-rule", rule]
+    assert by_hand.parse_arguments(flags).learning_rate == factor
+    assert chapter.parse_arguments(flags).learning_rate == factor
 
 
 @thorough
@@ -406,7 +429,6 @@ def test_nodes_without_an_address_to_meet_at_are_refused(tmp_path: Path) -> None
     assert re.fullmatch(r"train.py: error: --num-nodes 2: .*MASTER_ADDR.*\n", done.err), done.err
 
 
-@thorough
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_nan_stops_all_ranks_with_one_line(script: str, tmp_path: Path) -> None:
     flags = [*SMALL, "--learning-rate", 1e30, "--output-dir", tmp_path]
