@@ -542,9 +542,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
     args = parser.parse_args(argv)
     least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 16}
-    least |= {"accumulate": 1, "timeout": 1, "learning_rate": 0, "num_workers": 0, "seed": 0}
-    least |= {"devices": 1, "num_nodes": 1}
-    for name, value in least.items():
+    least |= {"accumulate": 1, "timeout": 1, "devices": 1, "num_nodes": 1}
+    for name, value in (least | {"learning_rate": 0, "num_workers": 0, "seed": 0}).items():
         if getattr(args, name) is not None and not getattr(args, name) >= value:
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{flag} {getattr(args, name)}: too small; give at least {value}")

@@ -5,6 +5,7 @@ import re
 import socket
 import sys
 from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
 
 import psutil
 import pytest
@@ -36,6 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def pytest_unconfigure() -> None:
+    """End multiprocessing's servants, and wait for them: else an init that does not reap keeps them as zombies."""
+    forkserver._forkserver._stop()
+    resource_tracker._resource_tracker._stop()
 
 
 @pytest.fixture(autouse=True)
