@@ -307,11 +307,11 @@ class FillGaps(LightningModule):
     def validation_step(self, batch: dict, batch_idx: int) -> None:
         std = torch.tensor(self.hparams.std, device=self.device)[:, None, None]
         squares = (std * (self.model(batch["input"]) - batch["target"])) ** 2
-        for mean_square, pool in zip(self.mean_squares, self.hparams.pools.values(), strict=True):
+        for mean_square, pool in zip(self.mean_squares, self.hparams.pools.values()):
             mean_square.update(squares[:, pool], batch["weight"])
 
     def on_validation_epoch_end(self) -> None:
-        for mean_square, unit in zip(self.mean_squares, self.hparams.pools, strict=True):
+        for mean_square, unit in zip(self.mean_squares, self.hparams.pools):
             test = "test " if self.trainer.testing else ""
             self.log(f"{test}rmse ({unit})", mean_square.compute().sqrt(), prog_bar=True)
             mean_square.reset()
@@ -344,9 +344,9 @@ def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
     y = patches.latitude[row : row + patches.size]
     x = patches.longitude[column] + (y - y[0])  # square cells
     figure = Figure(figsize=(10, 9), layout="constrained")
-    for axes, (title, field) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+    for axes, (title, field) in zip(figure.subplots(2, 2).flat, panels.items()):
         colours = ("magma_r", 0, (most - least) / 3) if "error" in title else ("viridis", least, most)
-        mesh = axes.pcolormesh(x, y, field, **dict(zip(("cmap", "vmin", "vmax"), colours, strict=True)))
+        mesh = axes.pcolormesh(x, y, field, **dict(zip(("cmap", "vmin", "vmax"), colours)))
         axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
         figure.colorbar(mesh, ax=axes, label=next(iter(patches.pools)))
     figure.suptitle(f"{str(patches.times[time])[:7]}, kept from training")

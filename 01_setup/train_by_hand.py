@@ -326,9 +326,9 @@ def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
     y = patches.latitude[row : row + patches.size]
     x = patches.longitude[column] + (y - y[0])  # square cells
     figure = Figure(figsize=(10, 9), layout="constrained")
-    for axes, (title, field) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+    for axes, (title, field) in zip(figure.subplots(2, 2).flat, panels.items()):
         colours = ("magma_r", 0, (most - least) / 3) if "error" in title else ("viridis", least, most)
-        mesh = axes.pcolormesh(x, y, field, **dict(zip(("cmap", "vmin", "vmax"), colours, strict=True)))
+        mesh = axes.pcolormesh(x, y, field, **dict(zip(("cmap", "vmin", "vmax"), colours)))
         axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
         figure.colorbar(mesh, ax=axes, label=next(iter(patches.pools)))
     figure.suptitle(f"{str(patches.times[time])[:7]}, kept from training")

@@ -1,10 +1,11 @@
-"""Chapter 2, by hand: fill the wind between a satellite's swaths on any number of devices, plain PyTorch.
+"""Chapter 2, by hand: fill the wind between a satellite's swaths on any number of devices, in plain PyTorch.
 
     uv run torchrun --nproc-per-node 2 train_ddp_by_hand.py            # two processes, one result
-    uv run torchrun --nproc-per-node 2 train_ddp_by_hand.py --resume   # after a kill; also on 1 or 3
+    uv run torchrun --nproc-per-node 2 train_ddp_by_hand.py --resume   # after a kill
 
 You should see one progress bar, whatever the number of processes, and the RMSE that one process gives.
-`train.py` beside this file does the same with Lightning. Read this one first.
+`train.py` beside this file does the same with Lightning. Read this one first: it opens with chapter 1's loop
+and the six lines that data parallelism adds. Below them, what chapter 1 has, for a rank's share of each batch.
 """
 
 import argparse
@@ -12,77 +13,198 @@ import faulthandler
 import json
 import math
 import os
-import resource
 import signal
 import sys
-import traceback
-import zlib
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter
+from typing import NoReturn
 
 import numpy as np
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
 from scipy.interpolate import griddata
+from scipy.spatial import QhullError
 from torch import distributed, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
+with suppress(ImportError):  # Windows has none
+    import resource
+
+# What you change for data of your own, here or by flags.
 HERE = Path(__file__).parent
 STORE, OUTPUTS = HERE.parent / "01_setup/data/navy_winds.nc", HERE / "outputs" / Path(__file__).stem
-TRAIN_YEARS, VALIDATION_YEARS = slice("1982", "1990"), slice("1991", "1992")
-VALIDATION_SAMPLES, VALIDATION_SEED = 96, 1991  # not --seed: every run is judged on the same patches
-
+VARIABLES = ["eastward_wind", "northward_wind"]
+TRAIN_TIMES, VALIDATION_TIMES, TEST_TIMES = ["1982", "1989"], ["1990", "1990"], ["1991", "1992"]
+DIMENSIONS = {  # a name, standard_name, axis or units by which each is known
+    "time": {"time", "valid_time", "T"},
+    "latitude": {"latitude", "lat", "degrees_north"},
+    "longitude": {"longitude", "lon", "degrees_east"},
+}
 # Successive tracks of a polar orbiter lie 25 degrees of longitude apart, 10 cells of this grid. They
 # lean 0.22 degrees of longitude a degree of latitude, and a swath of 4 cells is 1,100 km wide.
 TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8
-
-# Every use of randomness has a stream of its own, so that adding one never shifts another.
-ORDER_STREAM, PATCH_STREAM, MODEL_STREAM = 1, 2, 3
-
+DECISIVE = "variables train_times validation_times test_times patch_size batch_size accumulate max_steps learning_rate seed"
 BASE_BATCH = 8  # the global batch for which the default learning rate was chosen
-BOTTOM_CHANNELS = 96
+JUDGED_SAMPLES, JUDGE_SEED = 96, 1991  # not --seed: every run is judged on the same patches
+ORDER_STREAM, PATCH_STREAM = 1, 2  # each use of randomness has its own: adding one never shifts another
 
 
-class InputError(Exception):
-    """Something that the user can mend: the program prints this one line and exits with code 2."""
+def train_step(model: nn.Module, optimizer, schedule, batches: list[dict]) -> torch.Tensor:
+    """One optimizer step of all ranks together, from this rank's micro-batches. Returns its part of the loss."""
+    world_size = distributed.get_world_size()
+    unseen = sum(batch["unseen"].sum() for batch in batches)
+    distributed.all_reduce(unseen)  # DDP 4: one count for the whole batch
+    optimizer.zero_grad()
+    loss = 0
+    for number, batch in enumerate(batches, 1):
+        # Gradients add up on each rank. The last backward pass also averages them over the ranks.
+        with nullcontext() if number == len(batches) else model.no_sync():
+            squares, _ = masked_sums(model(batch["input"]), batch)
+            part = squares * world_size / unseen  # x world_size: a sum over ranks is their average times that
+            part.backward()
+        loss = loss + part.detach()
+    optimizer.step()
+    schedule.step()
+    return loss  # not loss.item(), for which the program would wait until a GPU is done
 
 
-class Stopped(Exception):
-    """A signal asked for an end: every rank has finished its step, and a checkpoint is written."""
+@record  # leaves the first error of all ranks where torchrun finds it
+def main(argv: list[str] | None = None) -> dict:
+    """Train, judge and draw; return the headline figures on rank 0."""
+    began = perf_counter()
+    if hasattr(faulthandler, "register"):  # kill -USR2 to any rank shows where it is; not on Windows
+        faulthandler.register(signal.SIGUSR2)
+    args = parse_arguments(argv)
+    checkpoint = load_checkpoint(args.resume, args) if args.resume else None
+    training, validation, test = make_patches(args)
+    folder, start = Path(args.output_dir), 0
+    folder.mkdir(parents=True, exist_ok=True)
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device, backend = torch.device("cpu"), "gloo"
+    if args.accelerator != "cpu" and torch.accelerator.is_available():
+        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
+        torch.accelerator.set_device_index(local_rank)
+        backend = distributed.get_default_backend_for_device(device)  # nccl for CUDA
+    distributed.init_process_group(backend, timeout=timedelta(seconds=args.timeout))  # DDP 1: the ranks meet
+
+    torch.manual_seed(args.seed)
+    network = UNet(len(args.variables)).to(device)
+    model = DistributedDataParallel(network)  # DDP 2: backward averages the gradients over the ranks
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    factor = partial(learning_rate_factor, max_steps=args.max_steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    state = {"model": network, "optimizer": optimizer, "schedule": schedule}
+    if checkpoint:
+        for name, part in state.items():
+            part.load_state_dict(checkpoint[name])
+        start = checkpoint["step"]
+
+    def save_checkpoint(step: int) -> None:
+        if rank == 0:  # DDP 5: one writes, and waits for nobody meanwhile, for they would not come
+            parts = {name: part.state_dict() for name, part in state.items()}
+            torch.save({"step": step, "options": vars(args), **parts}, folder / "last.ckpt")
+
+    sampler = StepSampler(args, start, rank, world_size)  # DDP 3: a slice of each batch for each rank
+    batches = iter(DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers))
+    name = f"resumed_at_{start}" if args.resume else "metrics"
+    log = open(folder / f"{name}_rank_{rank}.csv", "w", buffering=1)  # who is behind?
+    print("step,loss,learning_rate,wait_seconds,work_seconds,rmse", file=log)
+    waits, works = [], []
+    steps = range(start, args.max_steps)
+    bar = tqdm(steps, initial=start, total=args.max_steps, unit="step", disable=rank > 0)
+    for step in bar:
+        rate = schedule.get_last_lr()[0]
+        asked = perf_counter()
+        parts = [next(batches) for _ in range(args.accumulate)]
+        waits.append(perf_counter() - asked)
+        parts = [{name: value.to(device) for name, value in batch.items()} for batch in parts]
+        given = perf_counter()
+        loss = train_step(model, optimizer, schedule, parts)
+        works.append(perf_counter() - given)
+
+        rmse = ""
+        if (step + 1) % args.validate_every == 0:
+            rmse = next(iter(validate(network, validation, device).values()))
+        if step % args.log_every == 0 or rmse:
+            distributed.all_reduce(loss)
+            mean = loss.item() / world_size
+            print(step, mean, rate, waits[-1], works[-1], rmse, sep=",", file=log)
+            bar.set_postfix(loss=mean, rmse=rmse)
+        if (step + 1) % args.checkpoint_every == 0:
+            save_checkpoint(step + 1)
+    log.close()
+    save_checkpoint(args.max_steps)
+    judged = validate(network, test, device)
+    distributed.destroy_process_group()
+    if rank > 0:
+        return {}
+
+    figures = {"steps": args.max_steps} | measure(waits, works, args.batch_size)
+    figures["rmse"] = baselines(test) | {"U-Net": judged}
+    with torch.no_grad():
+        prediction = network(torch.from_numpy(test[0, 0]["input"])[None].to(device))
+    draw_fill(test, prediction[0].cpu().numpy()).savefig(folder / "fill.png")
+    figures["seconds"] = perf_counter() - began
+    (folder / "summary.json").write_text(json.dumps(figures, indent=2))
+    report(figures, args, folder / "fill.png")
+    return figures
 
 
-def open_winds(store: str, variables: list[str]) -> xr.DataArray:
-    """Read the wind components into memory, by name, whatever the file's order of dimensions.
+def refuse(reason: str) -> NoReturn:
+    """End with exit code 2 and a line about something that the user can mend."""
+    argparse.ArgumentParser(usage=argparse.SUPPRESS).error(reason)
 
-    Returns (time, component, latitude, longitude), float32, m/s, latitude from south to north.
-    Raises InputError for a file that is missing or cut short, lacks a variable, or is not finite.
+
+def open_fields(store: str, variables: list[str]) -> xr.DataArray:
+    """Read variables into memory, whatever the names, order and direction of their dimensions.
+
+    Returns (time, variable, latitude, longitude), float32, ascending; the coordinate `units` has theirs.
     """
-    if not Path(store).is_file():
-        raise InputError(f"--store {store}: no such file; give the path of a NetCDF file")
     try:
-        dataset = xr.load_dataset(store)
-    except (OSError, ValueError) as error:  # xarray's message runs over several lines
-        raise InputError(f"--store {store}: not a whole NetCDF file; copy it anew") from error
-    dims = ("time", "latitude", "longitude")
-    usable = [name for name in dataset.data_vars if set(dataset[name].dims) == set(dims)]
+        dataset = xr.load_dataset(store).squeeze(drop=True)
+    except (OSError, ValueError) as error:
+        refuse(f"--store {store}: {type(error).__name__}; give a whole NetCDF file")
+    for dimension, signs in DIMENSIONS.items():
+        for name in list(dataset.indexes):
+            about = dataset[name].attrs
+            if signs & {name.lower(), about.get("standard_name"), about.get("axis"), about.get("units")}:
+                dataset = dataset.rename({name: dimension})
+    usable = [name for name in dataset.data_vars if set(dataset[name].dims) == set(DIMENSIONS)]
     if unusable := [name for name in variables if name not in usable]:
-        names = ", ".join(usable) or f"none: it has no variable over {dims}"
-        raise InputError(f"--variables {unusable[0]}: not in {store}; choose from {names}")
-    winds = dataset[variables].to_dataarray("component").astype("float32")
-    winds = winds.transpose("time", "component", "latitude", "longitude").sortby("latitude")
-    bad = ~np.isfinite(winds).all(("component", "latitude", "longitude"))
-    if bad.any():
-        first = str(winds.time[bad].values[0])[:10]
-        raise InputError(
-            f"--store {store}: NaN or infinity at {int(bad.sum())} times, first {first}; mend it"
-        )
-    return winds
+        names = ", ".join(usable) or f"none: it has no variable over {', '.join(DIMENSIONS)}"
+        refuse(f"--variables {unusable[0]}: not in {store}; choose from {names}")
+    units = [dataset[name].attrs.get("units", "1").replace("m s-1", "m/s") for name in variables]
+    fields = dataset[variables].to_dataarray("variable").astype("float32").sortby([*DIMENSIONS])
+    return fields.transpose("time", "variable", ...).assign_coords(units=("variable", units))
+
+
+def prepare(args: argparse.Namespace) -> xr.Dataset:
+    """The anomalies, each variable over its std, and what leads back from them to the fields.
+
+    Climatology, std and masked cells come from the training times. A cell is masked, and its anomaly zero,
+    where a variable has no value at any of them.
+    """
+    fields = open_fields(args.store, args.variables)
+    for name in ("train_times", "validation_times", "test_times"):
+        first, last = getattr(args, name)
+        if not fields.sel(time=slice(first, last)).sizes["time"]:
+            span = " to ".join(str(time)[:10] for time in fields.time.values[[0, -1]])
+            refuse(f"--{name.replace('_', '-')} {first} {last}: {args.store} has {span}")
+    train_times = slice(*args.train_times)
+    training = fields.sel(time=train_times)
+    valid = training.notnull().any("time").all("variable")
+    climatology = training.groupby("time.month").mean().reindex(month=range(1, 13))
+    anomalies = fields.groupby("time.month") - climatology
+    std = anomalies.sel(time=train_times).where(valid).std(("time", "latitude", "longitude"))
+    anomalies = (anomalies / std).where(valid, 0).transpose(*fields.dims)
+    return xr.Dataset({"anomalies": anomalies, "climatology": climatology, "std": std, "valid": valid})
 
 
 @lru_cache(maxsize=2)
@@ -102,18 +224,30 @@ def swath_mask(rng: np.random.Generator, size: int) -> np.ndarray:
     return seen if seen.sum() >= size else inside  # of a small patch, every pass may be lost
 
 
-class WindPatches(Dataset):
-    """Patches of the wind and their swaths, addressed by (step, k): sample k of global step `step`."""
+class Patches(Dataset):
+    """Patches of the anomalies and their swaths, addressed by (step, k): sample k of global step `step`."""
 
-    def __init__(self, winds: xr.DataArray, mean, std, patch_size: int, batch_size: int, seed: int):
-        """Take winds as open_winds returns them; mean and std are (component, 1, 1), in m/s."""
-        self.values, self.times = winds.values, winds.time.values
-        self.latitude, self.longitude = winds.latitude.values, winds.longitude.values
-        self.mean, self.std, self.size = mean, std, patch_size
-        self.batch_size, self.seed = batch_size, seed
-        spacing = self.longitude[1] - self.longitude[0]
-        global_map = abs(len(self.longitude) * spacing - 360) < spacing / 2
-        self.last_column = len(self.longitude) - (1 if global_map else patch_size)  # else no seam to cross
+    def __init__(self, data: xr.Dataset, patch_size: int, batch_size: int, seed: int):
+        """Take data as prepare returns them; refuse a patch too large, and a NaN that is not masked."""
+        self.times, self.months = data.time.values, data.time.dt.month.values - 1
+        self.latitude, self.longitude = data.latitude.values, data.longitude.values
+        self.anomalies, self.climatology = data.anomalies.values, data.climatology.values
+        self.valid, self.std = data.valid.values, data["std"].values[:, None, None]
+        self.size, self.batch_size, self.seed = patch_size, batch_size, seed
+        self.pools = {
+            unit: np.flatnonzero(data.units == unit).tolist() for unit in data.units.values.tolist()
+        }
+        if patch_size % 4 or patch_size > min(self.valid.shape):
+            reason = f"the network halves it twice and the grid is {self.valid.shape}"
+            most = min(self.valid.shape) // 4 * 4
+            refuse(f"--patch-size {patch_size}: {reason}; give a multiple of 4 up to {most}")
+        finite = np.isfinite(self.anomalies).all(axis=(1, 2, 3))
+        if not finite.all():
+            cure = "fill the hole, or give --train-times such months"
+            refuse(f"--store: NaN or infinity at {str(self.times[~finite][0])[:10]}; {cure}")
+        spacing, columns = self.longitude[1] - self.longitude[0], len(self.longitude)
+        is_global = abs(columns * spacing - 360) < spacing / 2
+        self.last_column = columns - (1 if is_global else patch_size)  # else no seam to cross
 
     def sample(self, step: int, k: int) -> tuple[int, int, int, np.ndarray]:
         """Say what sample k of a step is, a pure function of (seed, step, k): there is no state to lose.
@@ -133,132 +267,127 @@ class WindPatches(Dataset):
         return field[..., row : row + self.size, :].take(columns, axis=-1, mode="wrap")
 
     def __getitem__(self, index: tuple[int, int]) -> dict[str, np.ndarray]:
-        """Return input (3, H, W), target (2, H, W), weight (1, H, W) and noise (channels, 1, 1), float32.
+        """Return input (variables + 1, H, W), target (variables, H, W), unseen and weight (1, H, W), float32.
 
-        The weight is cos(latitude) in a cell that was not seen, and zero in one that was. The noise
-        decides which channels dropout leaves out: drawn for the sample, it is the same on any rank.
+        Unseen is 1 in the cells to be filled, and the weight is cos(latitude) there; elsewhere both are 0.
         """
-        time, row, column, seen = self.sample(*index)
-        target = (self.cut(self.values[time], row, column) - self.mean) / self.std
-        seen = seen[None].astype("float32")
-        cosine = np.cos(np.deg2rad(self.latitude[row : row + self.size, None])).clip(0)
-        weight = (cosine * (1 - seen)).astype("float32")
-        noise = np.random.default_rng((MODEL_STREAM, self.seed, *index)).random((BOTTOM_CHANNELS, 1, 1), "f4")
-        inputs = np.concatenate([target * seen, seen])
-        return {"input": inputs, "target": target, "weight": weight, "noise": noise}
+        time, row, column, swath = self.sample(*index)
+        target, valid = (self.cut(field, row, column) for field in (self.anomalies[time], self.valid))
+        seen, unseen = (cells[None].astype("float32") for cells in (valid & swath, valid & ~swath))
+        cosine = np.cos(np.deg2rad(self.latitude[row : row + self.size, None])).clip(0).astype("float32")
+        sample = {"input": np.concatenate([target * seen, seen]), "target": target}
+        return sample | {"unseen": unseen, "weight": unseen * cosine}
+
+    def fields(self, step: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The climatology and the anomaly of sample k, (variables, H, W) each, in the variables' units."""
+        time, row, column, _ = self.sample(step, k)
+        mean, anomaly = self.climatology[self.months[time]], self.anomalies[time]
+        return self.cut(mean, row, column), self.std * self.cut(anomaly, row, column)
 
 
 class StepSampler(Sampler):
-    """This rank's slice of the global batch of every step from `start` on, in `accumulate` micro-batches,
-    each a list of (step, k): to resume, start later; on another number of ranks, slice otherwise."""
+    """This rank's slice of the global batch of every step from `start` on, in `accumulate` micro-batches.
+
+    Each is a list of (step, k). To resume, start later; on another number of ranks, slice otherwise.
+    """
 
     def __init__(self, args: argparse.Namespace, start: int, rank: int, world_size: int):
-        self.steps, self.repeat_first = range(start, args.max_steps), args.overfit_one_batch
-        share = args.batch_size // world_size
-        self.slice, self.size = range(rank * share, (rank + 1) * share), share // args.accumulate
+        self.args, self.start, self.first = args, start, rank * args.accumulate
+        self.pieces = world_size * args.accumulate
+
+    def __len__(self) -> int:
+        return self.args.max_steps * self.args.accumulate  # of the whole run: Lightning counts those
+        # before a resume as fetched
 
     def __iter__(self):
-        for step in self.steps:
-            for first in self.slice[:: self.size]:
-                yield [(0 if self.repeat_first else step, k) for k in range(first, first + self.size)]
+        for step in range(self.start, self.args.max_steps):
+            for piece in range(self.first, self.first + self.args.accumulate):  # as equal as may be
+                ends = (self.args.batch_size * n // self.pieces for n in (piece, piece + 1))
+                yield [(step, k) for k in range(*ends)]
 
 
-def make_patches(args: argparse.Namespace) -> tuple[WindPatches, WindPatches]:
-    """Split the store in time, to train and to validate; statistics come from the training years only."""
-    winds, size = open_winds(args.store, args.variables), args.patch_size
-    most = min(winds.shape[2:]) // 4 * 4
-    if size % 4 or size > most:
-        reason = f"the network halves it twice and the grid is {winds.shape[2]} x {winds.shape[3]}"
-        raise InputError(f"--patch-size {size}: {reason}; give a multiple of 4 up to {most}")
-    training, validation = winds.sel(time=TRAIN_YEARS), winds.sel(time=VALIDATION_YEARS)
-    if 0 in (training.sizes["time"], validation.sizes["time"]):
-        raise InputError(f"--store {args.store}: must hold 1982-1990, to train, and 1991-1992")
-    over = ("time", "latitude", "longitude")
-    mean, std = (f(over).values[:, None, None] for f in (training.mean, training.std))
-    return (
-        WindPatches(training, mean, std, size, args.batch_size, args.seed),
-        WindPatches(validation, mean, std, size, VALIDATION_SAMPLES, VALIDATION_SEED),
+def make_patches(args: argparse.Namespace) -> tuple[Patches, Patches, Patches]:
+    """Patches to train on, to validate on and to test on."""
+    data, size = prepare(args), args.patch_size
+    training, validation, test = (
+        data.sel(time=slice(*times)) for times in (args.train_times, args.validation_times, args.test_times)
     )
+    judging = (Patches(part, size, JUDGED_SAMPLES, JUDGE_SEED) for part in (validation, test))
+    return Patches(training, size, args.batch_size, args.seed), *judging
 
 
-def baselines(training: WindPatches, validation: WindPatches) -> dict[str, float]:
-    """RMSE in m/s over the unseen cells of the validation set, of three fills without a network:
-    the month's mean over the training years, the nearest seen cell, linear interpolation (Delaunay).
-    """
-    months, kept_months = (
-        part.times.astype("datetime64[M]").astype(int) % 12 for part in (training, validation)
-    )
-    climatology = np.stack([training.values[months == month].mean(axis=0) for month in range(12)])
-    squares, weights = np.zeros(3), 0.0
-    for k in range(VALIDATION_SAMPLES):
-        time, row, column, seen = validation.sample(0, k)
-        truth = validation.cut(validation.values[time], row, column)
-        mean = validation.cut(climatology[kept_months[time]], row, column)
-        points, holes, values = np.argwhere(seen), np.argwhere(~seen), truth[:, seen].T
-        nearest = griddata(points, values, holes, method="nearest").T
-        linear = griddata(points, values, holes, method="linear").T
-        linear = np.where(np.isnan(linear), nearest, linear)  # outside the hull of the seen cells
-        weight = validation[0, k]["weight"][0, ~seen]
-        errors = np.stack([mean[:, ~seen], nearest, linear]) - truth[:, ~seen]
-        squares += (weight * errors**2).sum(axis=(1, 2))
-        weights += 2 * weight.sum()
-    names = ("climatology", "nearest neighbour", "linear interpolation")
-    return dict(zip(names, np.sqrt(squares / weights).tolist(), strict=True))
+def judging_batches(patches: Patches, rank: int, world_size: int) -> DataLoader:
+    """This rank's share of the patches on which every run is judged, none of them twice."""
+    samples = [(0, k) for k in range(rank, JUDGED_SAMPLES, world_size)]
+    return DataLoader(patches, sampler=samples, batch_size=32)
+
+
+RIVAL = "interpolated anomalies"  # the baseline to beat
+
+
+def baselines(patches: Patches) -> dict[str, dict[str, float]]:
+    """The RMSE, for each unit, of four fills without a network: the month's climatology, the nearest seen
+    cell, and linear interpolation (Delaunay) of the fields, and of the anomalies."""
+    names = ("climatology", "nearest neighbour", "linear interpolation", RIVAL)
+    squares, weights = 0, 0
+    for k in range(JUDGED_SAMPLES):
+        sample, (mean, anomaly) = patches[0, k], patches.fields(0, k)
+        seen, unseen = sample["input"][-1] > 0, sample["unseen"][0] > 0
+        known, holes, values = np.argwhere(seen), np.argwhere(unseen), np.stack([mean + anomaly, anomaly])
+        mean, truth = mean[:, unseen], values[0][:, unseen]
+        nearest = linear = np.stack([mean, 0 * mean])  # of a patch in which nothing is seen
+        if len(known):
+            nearest = linear = griddata(known, values[..., seen].T, holes, method="nearest").T
+            with suppress(QhullError):  # too few for a triangle
+                linear = griddata(known, values[..., seen].T, holes, method="linear").T
+            linear = np.where(np.isnan(linear), nearest, linear)  # outside the hull of the seen cells
+        errors = np.stack([mean, nearest[0], linear[0], mean + linear[1]]) - truth
+        squares += (sample["weight"][0, unseen] * errors**2).sum(axis=-1)
+        weights += sample["weight"].sum()
+    of_unit = {unit: np.sqrt(squares[:, pool].mean(axis=1) / weights) for unit, pool in patches.pools.items()}
+    return {name: {unit: float(of_unit[unit][i]) for unit in of_unit} for i, name in enumerate(names)}
 
 
 def conv_block(channels_in: int, channels_out: int) -> nn.Sequential:
     """Two 3x3 convolutions. GroupNorm sees one sample at a time, wherever the others are computed."""
     layers = []
     for channels in (channels_in, channels_out):
-        layers += [
-            nn.Conv2d(channels, channels_out, 3, padding=1, padding_mode="replicate"),
-            nn.GroupNorm(8, channels_out),
-            nn.SiLU(),
-        ]
+        convolution = nn.Conv2d(channels, channels_out, 3, padding=1, padding_mode="replicate")
+        layers += [convolution, nn.GroupNorm(8, channels_out), nn.SiLU()]
     return nn.Sequential(*layers)
 
 
 class UNet(nn.Module):
-    """A small U-Net, from (batch, 3, H, W) to (batch, 2, H, W), with H and W multiples of 4."""
+    """A small U-Net, from (batch, variables + 1, H, W) to (batch, variables, H, W); 4 divides H and W."""
 
-    def __init__(self, width: int = BOTTOM_CHANNELS // 4, dropout: float = 0.1):
+    def __init__(self, variables: int, width: int = 24):
         super().__init__()
-        self.dropout = dropout
-        self.down1 = conv_block(3, width)
+        self.down1 = conv_block(variables + 1, width)
         self.down2 = conv_block(width, 2 * width)
         self.bottom = conv_block(2 * width, 4 * width)
         self.up2 = conv_block(4 * width + 2 * width, 2 * width)
         self.up1 = conv_block(2 * width + width, width)
-        self.head = nn.Conv2d(width, 2, kernel_size=1)
+        self.head = nn.Conv2d(width, variables, kernel_size=1)
         self.shrink = nn.MaxPool2d(2)
         self.grow = nn.Upsample(scale_factor=2, mode="bilinear")
 
-    def forward(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
-        """With noise (batch, channels, 1, 1), uniform in [0, 1), leave out channels where it is low."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         fine = self.down1(x)
         middle = self.down2(self.shrink(fine))
         coarse = self.bottom(self.shrink(middle))
-        if noise is not None:
-            coarse = coarse * (noise >= self.dropout) / (1 - self.dropout)
         middle = self.up2(torch.cat([self.grow(coarse), middle], dim=1))
         fine = self.up1(torch.cat([self.grow(middle), fine], dim=1))
         return self.head(fine)
 
 
-def masked_loss(prediction: torch.Tensor, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared error of the unseen cells, weighted by cos(latitude), and their share, both over ALL cells.
+def masked_sums(prediction: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Squared error of the unseen cells, weighted by cos(latitude), and their count: sums, (2,).
 
-    Ranks have equally many cells, so means over them may be averaged. The loss is the first mean over
-    the second, and that division comes last: their own unseen cells would give a mean of means.
+    The loss is the first over the second, both of the whole batch. Ranks have unequally many unseen cells
+    and unequally many samples: their own quotients would give a mean of means.
     """
     squares = batch["weight"] * (prediction - batch["target"]) ** 2
-    return squares.mean(), 1 - batch["input"][:, 2].mean()
-
-
-def check_finite(loss: float, step: int, seed: int) -> None:
-    """Stop before a NaN reaches the weights, and name the step that it came from."""
-    if not math.isfinite(loss):
-        raise InputError(f"step {step}: loss {loss} in the batch of seed {seed}; lower --learning-rate")
+    return torch.stack([squares.sum() / prediction.shape[1], batch["unseen"].sum()])
 
 
 def learning_rate_factor(step: int, max_steps: int) -> float:
@@ -269,348 +398,143 @@ def learning_rate_factor(step: int, max_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, max_steps - warmup)))
 
 
-def settle_buckets(model: nn.Module) -> None:
-    """Have DDP lay out its gradient buckets anew, as it does after its first backward pass, before step 0:
-    where a gradient lies decides the order in which three or more ranks add it up, and so the last bit."""
-    model(torch.zeros(1, 3, 16, 16, device=next(model.parameters()).device)).sum().backward()
-    model.zero_grad()
+@torch.no_grad()
+def validate(model: nn.Module, patches: Patches, device: torch.device) -> dict[str, float]:
+    """RMSE, for each unit, over the unseen cells: from squares and weights summed over all ranks."""
+    sums = torch.zeros(len(patches.std) + 1, dtype=torch.float64, device=device)
+    model.eval()
+    for batch in judging_batches(patches, distributed.get_rank(), distributed.get_world_size()):
+        batch = {name: value.to(device) for name, value in batch.items()}
+        error = model(batch["input"]) - batch["target"]
+        sums[:-1] += (batch["weight"] * error**2).sum(dim=(0, 2, 3))
+        sums[-1] += batch["weight"].sum()
+    model.train()
+    distributed.all_reduce(sums)  # DDP 6: sums over the ranks, not a mean of their RMSEs
+    *squares, weights = sums.tolist()
+    squares = patches.std.flatten() ** 2 * squares
+    return {unit: math.sqrt(squares[pool].mean() / weights) for unit, pool in patches.pools.items()}
 
 
-def write_aside(path: Path, write) -> None:
-    """Let `write` fill another file, then rename it: a kill or a full disk never leaves half a file."""
-    aside = path.with_name(f"part-{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(aside)
-        os.replace(aside, path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        with suppress(OSError):
-            aside.unlink()
-        reason = f"cannot write {path.name} ({error}); make room or choose another folder"
-        raise InputError(f"--output-dir {path.parent}: {reason}") from error
+def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
+    """Map sample 0: truth, what was seen, the fill and its error; prediction (variables, H, W) is scaled.
 
-
-def draw_fill(patches: WindPatches, k: int, filled: np.ndarray) -> Figure:
-    """Map the truth, what was seen, what was filled in, and the error; `filled` is (2, H, W) in m/s."""
-    time, row, column, seen = patches.sample(0, k)
-    truth = patches.cut(patches.values[time], row, column)
-    panels = {
-        "truth": truth,
-        "seen by the satellite": np.where(seen, truth, np.nan),
-        "filled by the network": np.where(seen, truth, filled),
-        "error of the filled wind": np.where(seen, np.nan, filled - truth),
-    }
+    Two variables are taken for a vector, and its length is drawn; of any other number, the first.
+    """
+    (mean, anomaly), seen = patches.fields(0, 0), patches[0, 0]["input"][-1] > 0
+    error = np.where(seen, 0, patches.std * prediction - anomaly)
+    truth, filled, error = (
+        np.hypot(*field) if len(field) == 2 else field[0]
+        for field in (mean + anomaly, mean + anomaly + error, error)
+    )
+    least, most = np.nanmin(truth), np.nanmax(truth)
+    panels = {"truth": truth, "seen by the satellite": np.where(seen, truth, np.nan)}
+    panels |= {"filled by the network": filled, "error of the fill": np.where(seen, np.nan, np.abs(error))}
+    time, row, column, _ = patches.sample(0, 0)
     y = patches.latitude[row : row + patches.size]
     x = patches.longitude[column] + (y - y[0])  # square cells
     figure = Figure(figsize=(10, 9), layout="constrained")
-    for axes, (title, wind) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-        colours = {"cmap": "magma_r", "vmax": 6} if "error" in title else {"cmap": "viridis", "vmax": 12}
-        mesh = axes.pcolormesh(x, y, np.hypot(*wind), vmin=0, **colours)
-        outline = {"edgecolor": "black", "linewidth": 0.5}  # else they vanish on the brightest cells
-        axes.quiver(x[::4], y[::4], *wind[:, ::4, ::4], color="white", scale=120, width=0.006, **outline)
-        axes.set_title(title, fontsize=15)
-        axes.set(xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
-        figure.colorbar(mesh, ax=axes, label="m/s", extend="max", shrink=0.9)
-    month = str(patches.times[time])[:7]
-    figure.suptitle(f"Mean wind of {month}, a month kept from training", fontsize=17)
+    for axes, (title, field) in zip(figure.subplots(2, 2).flat, panels.items()):
+        colours = ("magma_r", 0, (most - least) / 3) if "error" in title else ("viridis", least, most)
+        mesh = axes.pcolormesh(x, y, field, **dict(zip(("cmap", "vmin", "vmax"), colours)))
+        axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
+        figure.colorbar(mesh, ax=axes, label=next(iter(patches.pools)))
+    figure.suptitle(f"{str(patches.times[time])[:7]}, kept from training")
     return figure
 
 
 def measure(waits: list[float], works: list[float], batch_size: int) -> dict:
-    """Samples/s of the median step, the share of the time spent waiting for data, and peak memory.
+    """Samples/s of the loop, the share of its time spent waiting for data, and the process's peak memory.
 
-    The first step starts everything up and does not count; where there is no other, None.
+    The seconds of each step; the first starts everything up and does not count, so one step gives None.
     """
-    waits, works = np.array(waits[1 : len(works)]), np.array(works[1:])
-    seconds = waits + works
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
-    return {
-        "samples_per_second": batch_size / float(np.median(seconds)) if len(seconds) else None,
-        "data_wait_share": float(waits.sum() / seconds.sum()) if len(seconds) else None,
-        "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit,
-    }
+    wait, seconds = sum(waits[1:]), sum(waits[1:] + works[1:])
+    figures = {"samples_per_second": (len(works) - 1) * batch_size / seconds if seconds else None}
+    figures["data_wait_share"] = wait / seconds if seconds else None
+    if "resource" in globals():
+        unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
+        figures["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return figures
 
 
-def report(figures: dict, picture: Path, overfit: bool) -> None:
+def report(figures: dict, args: argparse.Namespace, picture: Path) -> None:
     """Print what a reader wants to know of a run, in one block."""
-    print("\nRMSE over the unseen cells of 1991-92, m/s")
-    for name in ("climatology", "nearest neighbour", "linear interpolation"):
-        print(f"  {name:24} {figures[name]:.3f}")
-    network, gain = f"U-Net after {figures['steps']} steps", 1 - figures["rmse"] / figures["climatology"]
-    side = "below" if gain > 0 else "above"
-    print(f"  {network:24} {figures['rmse']:.3f}   {abs(gain):.0%} {side} climatology")
-    if figures["samples_per_second"]:  # not where a resumed run had no step left
+    units, rivals = figures["rmse"]["U-Net"], figures["rmse"][RIVAL]
+    print(f"\nRMSE over the unseen cells of {' to '.join(args.test_times)}, {', '.join(units)}")
+    for name, row in figures["rmse"].items():
+        print(f"  {name:24}", *(f"{value:8.3f}" for value in row.values()))
+    print(f"  against {RIVAL} ", *(f"{units[unit] / rivals[unit] - 1:+8.1%}" for unit in units))
+    if figures["samples_per_second"]:
         share = f"{figures['data_wait_share']:.1%} of the time waiting for data"
         print(f"{figures['samples_per_second']:.1f} samples/s, {share}")
-    print(f"peak memory {figures['peak_memory_gb']:.1f} GB, {figures['seconds']:.0f} s")
-    if overfit and figures["loss"]:
-        learnt = "learnt by heart" if figures["loss"] < 0.02 else "NOT learnt: take more steps, or seek a bug"
-        print(f"one batch, last loss {figures['loss']:.4f} (1 is the wind's variance): {learnt}")
+    print(
+        f"{figures['steps']} steps in {figures['seconds']:.0f} s, peak memory {figures.get('peak_memory_gb', math.nan):.1f} GB"
+    )
     print(f"picture: {picture}")
 
 
-class Parser(argparse.ArgumentParser):
-    """Without the usage that argparse prints before an error: one line is enough."""
-
-    def error(self, message: str) -> None:
-        raise InputError(message.removeprefix("argument "))
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    add = parser.add_argument
-    add("--store", default=os.path.relpath(STORE), help="NetCDF file of the wind")
-    add("--variables", nargs=2, default=["eastward_wind", "northward_wind"], help="u and v in the store")
+    summary, show_defaults = __doc__.splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
+    add, times = parser.add_argument, {"nargs": 2, "metavar": ("FIRST", "LAST")}
+    add("--store", default=os.path.relpath(STORE), help="NetCDF file")
+    add("--variables", nargs="+", default=VARIABLES, help="any number of the store's variables")
+    add("--train-times", **times, default=TRAIN_TIMES, help="dates, or years, to train on")
+    add("--validation-times", **times, default=VALIDATION_TIMES, help="to make every choice on")
+    add("--test-times", **times, default=TEST_TIMES, help="to report on, and to choose nothing")
     add("--patch-size", type=int, default=64, help="cells along a side of a patch")
     add("--batch-size", type=int, default=8, help="samples in the global batch")
-    add("--max-steps", type=int, default=300, help="optimizer steps in the whole run")
-    add("--learning-rate", type=float, default=3e-3, help="AdamW's, at the end of the warm-up")
+    add("--max-steps", type=int, default=200, help="optimizer steps in the whole run")
+    add("--learning-rate", type=float, default=6e-3, help="AdamW's, at the end of the warm-up")
     add("--validate-every", type=int, default=100, help="steps between validations")
     add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
+    add("--log-every", type=int, default=10, help="steps between lines of the log")
     add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
     add("--accumulate", type=int, default=1, help="micro-batches in which a rank computes its slice")
     add("--learning-rate-rule", choices=("none", "sqrt", "linear"), default="none", help="for batches over 8")
     add("--timeout", type=int, default=300, help="seconds to wait for another rank before giving up")
     add("--num-workers", type=int, default=0, help="processes that prepare batches, for each rank; 0: none")
-    add("--seed", type=int, default=0, help="decides weights, order, patches, swaths and dropout")
+    add("--seed", type=int, default=0, help="decides weights, order, patches and swaths")
     add("--output-dir", default=os.path.relpath(OUTPUTS), help="folder for the files of the run")
     add("--resume", nargs="?", const="last", metavar="CKPT", help="from last.ckpt or CKPT; auto: if any")
-    add("--overfit-one-batch", action="store_true", help="train on step 0's batch only: a sanity check")
     args = parser.parse_args(argv)
-    least = {"batch_size": 1, "max_steps": 1, "validate_every": 1, "checkpoint_every": 1, "patch_size": 16}
-    least |= {"accumulate": 1, "timeout": 1, "learning_rate": 0, "num_workers": 0, "seed": 0}
-    for name, value in least.items():
-        if not getattr(args, name) >= value:
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} {getattr(args, name)}: too small; give at least {value}")
-    if args.accelerator == "gpu" and not torch.accelerator.is_available():
-        raise InputError("--accelerator gpu: this machine has none; give auto or cpu")
+    for name, value in vars(args).items():
+        least = {"patch_size": 16, "num_workers": 0, "seed": 0, "learning_rate": 0}.get(name, 1)
+        if isinstance(value, int | float) and not value >= least:
+            refuse(f"--{name.replace('_', '-')} {value}: too small; give at least {least}")
+    on_gpu = args.accelerator != "cpu" and torch.accelerator.is_available()
+    found = torch.accelerator.device_count()
+    if args.accelerator == "gpu" and not on_gpu:
+        refuse("--accelerator gpu: this machine has none; give auto or cpu")
     if "RANK" not in os.environ:
-        raise InputError("start it with torchrun --nproc-per-node N, where N is the number of processes")
-    ranks = int(os.environ["WORLD_SIZE"])
-    if args.batch_size % (ranks * args.accumulate):
-        reason = f"{ranks} ranks x {args.accumulate} micro-batches do not divide it; give a multiple"
-        raise InputError(f"--batch-size {args.batch_size}: {reason}")
+        refuse("start it with torchrun --nproc-per-node N, where N is the number of processes")
+    started, ranks = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    if on_gpu and started > found:
+        refuse(f"torchrun has started {started} processes on this node; it has {found} GPUs")
+    if args.batch_size < ranks * args.accumulate:
+        reason = f"{ranks} ranks x {args.accumulate} micro-batches need at least {ranks * args.accumulate}"
+        refuse(f"--batch-size {args.batch_size}: {reason}")
     ratio = args.batch_size / BASE_BATCH
     args.learning_rate *= {"none": 1, "sqrt": math.sqrt(ratio), "linear": ratio}[args.learning_rate_rule]
     last = Path(args.output_dir, "last.ckpt")
     if args.resume in ("last", "auto"):
-        args.resume = None if args.resume == "auto" and not last.exists() else str(last)
+        args.resume = str(last) if args.resume == "last" or last.exists() else None
     return args
 
 
-def describe(args: argparse.Namespace, training: WindPatches) -> dict:
-    """All that decides a run's result, and so all that a checkpoint must share with the run it resumes."""
-    names = ("variables", "patch_size", "batch_size", "max_steps", "learning_rate", "seed")
-    configuration = {name: getattr(args, name) for name in (*names, "overfit_one_batch")}
-    return configuration | {"store": f"crc32 {zlib.crc32(training.values.tobytes()):08x}"}
-
-
-def prepare_folder(folder: Path, configuration: dict, resume: bool) -> None:
-    """Record the configuration, and clear away what an earlier run earned and this one has yet to."""
-    record = json.dumps(configuration, indent=2)
-    write_aside(folder / "configuration.json", lambda path: path.write_text(record))
-    for name in ("summary.json", "fill.png"):
-        (folder / name).unlink(missing_ok=True)
-    if not resume and (folder / "last.ckpt").exists():  # for whoever forgot --resume
-        os.replace(folder / "last.ckpt", folder / "previous.ckpt")
-
-
-def load_checkpoint(path: str, configuration: dict) -> dict:
-    """Read a checkpoint; raise InputError if there is none, it is torn, or of another configuration."""
-    if not Path(path).is_file():
-        raise InputError(f"--resume {path}: no such file; to start anew, leave --resume out")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        saved, _ = checkpoint["configuration"], checkpoint["step"]
-    except Exception as error:  # a torn file raises one of many types
-        reason = f"not a whole checkpoint of this script ({type(error).__name__})"
-        raise InputError(f"--resume {path}: {reason}; to start anew, leave --resume out") from error
-    for name, value in configuration.items():
-        if saved.get(name) != value:
+def load_checkpoint(checkpoint: str, args: argparse.Namespace) -> dict:
+    """A checkpoint; refuse one that is not there, or of a run that this one cannot go on with."""
+    if not Path(checkpoint).is_file():
+        refuse(f"--resume {checkpoint}: no such file; to start anew, leave --resume out")
+    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    for name in DECISIVE.split():
+        value, before = getattr(args, name), saved["options"][name]
+        if value != before:
             flag = f"--{name.replace('_', '-')} {value}"
-            raise InputError(f"{flag}: {path} has {saved.get(name)}; give that, or leave --resume out")
-    return checkpoint
-
-
-def train_step(model, optimizer, schedule, batches: list[dict], step: int, seed: int, signalled: bool):
-    """One optimizer step of all ranks together, from this rank's micro-batches.
-
-    Returns the loss of the global batch, and whether any rank has received a signal to stop.
-    """
-    optimizer.zero_grad()
-    means = torch.zeros(3, device=next(model.parameters()).device)
-    for number, batch in enumerate(batches, 1):
-        # Gradients add up on each rank. The last backward pass also averages them over the ranks.
-        with nullcontext() if number == len(batches) else model.no_sync():
-            loss, unseen = masked_loss(model(batch["input"], batch["noise"]), batch)
-            (loss / len(batches)).backward()
-        means[:2] += torch.stack([loss.detach(), unseen]) / len(batches)
-    means[2] = float(signalled)
-    distributed.all_reduce(means)
-    loss, unseen, signalled = (means / distributed.get_world_size()).tolist()
-    check_finite(loss / unseen, step, seed)
-    for parameter in model.parameters():
-        parameter.grad /= unseen
-    optimizer.step()
-    schedule.step()
-    return loss / unseen, signalled > 0
-
-
-def validate(model: UNet, loader: DataLoader, std: torch.Tensor) -> float:
-    """RMSE in m/s over the unseen cells: from squares and weights summed over the ranks, so slices may differ."""
-    sums = torch.zeros(2, dtype=torch.float64, device=std.device)
-    model.eval()
-    with torch.no_grad():
-        for batch in loader:
-            batch = {name: value.to(std.device) for name, value in batch.items()}
-            error = std * (model(batch["input"]) - batch["target"])
-            sums[0] += (batch["weight"] * error**2).sum()
-            sums[1] += 2 * batch["weight"].sum()
-    model.train()
-    distributed.all_reduce(sums)
-    return (sums[0] / sums[1]).sqrt().item()
-
-
-def main(argv: list[str] | None = None) -> dict:
-    """Train, judge and draw; return the headline figures (RMSE in m/s)."""
-    began = perf_counter()
-    args = parse_arguments(argv)
-    training, validation = make_patches(args)
-    configuration = describe(args, training)
-    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    device, backend = torch.device("cpu"), "gloo"
-    if args.accelerator != "cpu" and torch.accelerator.is_available():
-        started, found = int(os.environ["LOCAL_WORLD_SIZE"]), torch.accelerator.device_count()
-        if started > found:
-            raise InputError(f"torchrun has started {started} processes on a node; it has {found} GPUs")
-        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
-        torch.accelerator.set_device_index(local_rank)
-        backend = distributed.get_default_backend_for_device(device)  # nccl for CUDA
-    distributed.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-
-    torch.manual_seed(args.seed)
-    network = UNet(dropout=0.0 if args.overfit_one_batch else 0.1).to(device)
-    model = DistributedDataParallel(network, device_ids=None if backend == "gloo" else [local_rank])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-    factor = partial(learning_rate_factor, max_steps=args.max_steps)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    state, start = {"model": network, "optimizer": optimizer, "schedule": schedule}, 0
-    checkpoint = [load_checkpoint(args.resume, configuration) if args.resume and rank == 0 else None]
-    distributed.broadcast_object_list(checkpoint)  # rank 0 alone decides, and the others need no shared disk
-    if checkpoint[0]:
-        for name, part in state.items():
-            part.load_state_dict(checkpoint[0][name])
-        start = checkpoint[0]["step"]
-    folder = Path(args.output_dir)
-
-    def save_checkpoint(step: int) -> None:
-        """Write on rank 0. Nothing in here may wait for other ranks: they never come."""
-        if rank == 0:
-            parts = {name: part.state_dict() for name, part in state.items()}
-            checkpoint = {"step": step, "configuration": configuration, **parts}
-            write_aside(folder / "last.ckpt", lambda path: torch.save(checkpoint, path))
-
-    if rank == 0:
-        prepare_folder(folder, configuration, start > 0)
-    if start == 0:
-        save_checkpoint(0)  # a kill before the next one then resumes from here
-    folder.mkdir(parents=True, exist_ok=True)  # on every node
-    name = f"resumed_at_{start}" if start else "metrics"
-    log = open(folder / f"{name}_rank_{rank}.csv", "w", buffering=1)  # who is behind?
-    print("step,wait_seconds,loss,learning_rate,work_seconds,rmse", file=log)
-    stacks = open(folder / f"stacks_rank_{rank}.txt", "w")  # and where is it?
-    sampler = StepSampler(args, start, rank, world_size)
-    batches = iter(DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers))
-    samples = [(0, k) for k in range(rank, VALIDATION_SAMPLES, world_size)]  # none twice
-    validation_loader = DataLoader(validation, sampler=samples, batch_size=32)
-    std = torch.from_numpy(validation.std).to(device)
-    waits, works, loss = [], [], None
-    signals = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: signals.append(number))
-
-    settle_buckets(model)
-    bar = tqdm(
-        range(start, args.max_steps), initial=start, total=args.max_steps, unit="step", disable=rank > 0
-    )
-    for step in bar:
-        faulthandler.dump_traceback_later(args.timeout / 2, file=stacks)  # if the step takes so long
-        asked = perf_counter()
-        micro_batches = [next(batches) for _ in range(args.accumulate)]
-        given = perf_counter()
-        print(step, f"{given - asked:.6f}", sep=",", end=",", file=log, flush=True)
-        micro_batches = [{name: value.to(device) for name, value in batch.items()} for batch in micro_batches]
-        rate = schedule.get_last_lr()[0]
-        loss, stopping = train_step(model, optimizer, schedule, micro_batches, step, args.seed, bool(signals))
-        waits.append(given - asked)
-        works.append(perf_counter() - given)
-
-        rmse = None
-        if (step + 1) % args.validate_every == 0:
-            rmse = validate(network, validation_loader, std)
-            bar.set_postfix(loss=f"{loss:.3f}", rmse=f"{rmse:.3f}")
-        print(loss, rate, f"{works[-1]:.6f}", rmse or "", sep=",", file=log)
-        if stopping or (step + 1) % args.checkpoint_every == 0:
-            save_checkpoint(step + 1)
-        if stopping:
-            raise Stopped(f"stopped by a signal after step {step + 1}; --resume goes on from there")
-    faulthandler.cancel_dump_traceback_later()
-    save_checkpoint(args.max_steps)
-    rmse = validate(network, validation_loader, std)
-    distributed.destroy_process_group()
-    figures = {"steps": args.max_steps, "loss": loss, "rmse": rmse}
-    if rank > 0:
-        return figures
-
-    network.eval()
-    with torch.no_grad():
-        prediction = network(torch.from_numpy(validation[0, 0]["input"])[None].to(device))
-    filled = validation.mean + validation.std * prediction[0].cpu().numpy()
-    write_aside(folder / "fill.png", draw_fill(validation, 0, filled).savefig)
-    figures |= baselines(training, validation)
-    figures |= measure(waits, works, args.batch_size)
-    figures["seconds"] = perf_counter() - began
-    write_aside(folder / "summary.json", lambda path: path.write_text(json.dumps(figures, indent=2)))
-    report(figures, folder / "fill.png", args.overfit_one_batch)
-    return figures
-
-
-def explain(error: RuntimeError) -> str:
-    """Say in one line what an error of torch.distributed means to a user; of any other, say all."""
-    gloo = any(words in str(error) for words in ("gloo", "Application timeout"))
-    if not (isinstance(error, distributed.DistError) or gloo):
-        return traceback.format_exc()
-    if distributed.is_initialized():
-        rank = distributed.get_rank()
-        return f"rank {rank} has lost another rank: see what that one printed; --resume goes on"
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    if "EADDRINUSE" in str(error):
-        return f"MASTER_PORT {port}: another program listens there; set it to a free port"
-    return f"MASTER_ADDR {host}, MASTER_PORT {port}: not all ranks came in time; start all, or mend these"
+            refuse(f"{flag}: {checkpoint} has {before}; give that, or leave --resume out")
+    return saved
 
 
 if __name__ == "__main__":
-    first_on_node = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
-    try:
-        main()
-    except (InputError, OSError) as error:  # OSError: a log that no longer fits on the disk
-        if first_on_node or isinstance(error, OSError):  # all ranks of a node meet an InputError: say it once
-            print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except Stopped as stop:
-        if first_on_node:
-            print(f"\n{stop}", file=sys.stderr)
-        sys.exit(143)  # as a program that SIGTERM ended: not finished
-    except RuntimeError as error:
-        print(f"{Path(__file__).name}: error: {explain(error)}", file=sys.stderr, flush=True)
-        os._exit(1 if distributed.is_initialized() else 2)  # at once: the group's threads may never end
-    except KeyboardInterrupt:
-        sys.exit("\nstopped; --resume goes on from the last checkpoint")
+    main()
     sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(
-        0
-    )  # at once: gloo's threads may hold tensors still, and to free them while Python ends would abort
+    os._exit(0)  # at once: threads of gloo may outlive its group, and abort a Python that ends in order
