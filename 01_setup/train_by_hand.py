@@ -87,8 +87,10 @@ def prepare(args: argparse.Namespace) -> xr.Dataset:
     """
     fields = open_fields(args.store, args.variables)
     for name in ("train_times", "validation_times", "test_times"):
-        first, last = getattr(args, name)
-        if not fields.sel(time=slice(first, last)).sizes["time"]:
+        (first, last), found = getattr(args, name), 0
+        with suppress(TypeError, ValueError):  # not dates
+            found = fields.sel(time=slice(first, last)).sizes["time"]
+        if not found:
             span = " to ".join(str(time)[:10] for time in fields.time.values[[0, -1]])
             refuse(f"--{name.replace('_', '-')} {first} {last}: {args.store} has {span}")
     train_times = slice(*args.train_times)
@@ -137,7 +139,7 @@ class Patches(Dataset):
             refuse(f"--patch-size {patch_size}: {reason}; give a multiple of 4 up to {most}")
         finite = np.isfinite(self.anomalies).all(axis=(1, 2, 3))
         if not finite.all():
-            cure = "fill the hole, or give --train-times such months"
+            cure = "fill the hole, or give --train-times that month in several years"
             refuse(f"--store: NaN or infinity at {str(self.times[~finite][0])[:10]}; {cure}")
         spacing, columns = self.longitude[1] - self.longitude[0], len(self.longitude)
         is_global = abs(columns * spacing - 360) < spacing / 2
@@ -393,6 +395,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             refuse(f"--{name.replace('_', '-')} {value}: too small; give at least {least}")
     if args.accelerator == "gpu" and not torch.accelerator.is_available():
         refuse("--accelerator gpu: this machine has none; give auto or cpu")
+    if Path(args.output_dir).is_file():
+        refuse(f"--output-dir {args.output_dir}: a file; give a folder")
     if args.resume == "last":
         args.resume = str(Path(args.output_dir, "last.ckpt"))
     return args
