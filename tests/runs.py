@@ -65,19 +65,29 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
+def rmse(folder: Path) -> dict[str, float]:
+    """The network's RMSE on the test times in a run that has ended, for each unit."""
+    return summary(folder)["rmse"]["U-Net"]
+
+
 def check_summary(printed: str) -> float:
-    """Every line that the walkthrough promises is there; return how far the RMSE is below the climatology's."""
+    """Every line that the walkthrough promises is there; return the RMSE over that of the rival, less 1."""
     for pattern in (
+        r"RMSE over the unseen cells of \S+ to \S+, m/s\n",
         r"climatology +[\d.]+\n",
         r"nearest neighbour +[\d.]+\n",
         r"linear interpolation +[\d.]+\n",
         r"[\d.]+ samples/s, [\d.]+% of the time waiting for data\n",
-        r"peak memory [\d.]+ GB, \d+ s\n",
+        r"\d+ steps in \d+ s, peak memory [\d.]+ GB\n",
         r"picture: \S+fill\.png\n",
     ):
         assert re.search(pattern, printed), f"{pattern} is not in\n{printed}"
-    network = float(re.search(r"U-Net after \d+ steps +([\d.]+) +\d+% (?:below|above)", printed)[1])
-    return 1 - network / float(re.search(r"climatology +([\d.]+)", printed)[1])
+    rival, network = (
+        float(re.search(rf"{name} +([\d.]+)\n", printed)[1]) for name in ("interpolated anomalies", "U-Net")
+    )
+    gain = float(re.search(r"against interpolated anomalies +([+-][\d.]+)%", printed)[1])
+    assert abs(100 * (network / rival - 1) - gain) < 0.2
+    return network / rival - 1
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
@@ -87,4 +97,4 @@ def assert_same_bits(one: Path, other: Path) -> None:
     moments = first["optimizer"][0] if isinstance(first["optimizer"], list) else first["optimizer"]
     assert moments["state"].keys() == set(range(len(weights(one)))), "no moments for some weights"
     torch.testing.assert_close(first, second, rtol=0, atol=0)
-    assert summary(one)["rmse"] == summary(other)["rmse"]
+    assert rmse(one) == rmse(other)
