@@ -47,6 +47,7 @@ TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8
 DECISIVE = (
     "variables train_times validation_times test_times patch_size batch_size max_steps learning_rate seed"
 )
+RIVAL = "interpolated anomalies"  # the baseline to beat
 JUDGED_SAMPLES, JUDGE_SEED = 96, 1991  # not --seed: every run is judged on the same patches
 ORDER_STREAM, PATCH_STREAM = 1, 2  # each use of randomness has its own: adding one never shifts another
 
@@ -80,11 +81,8 @@ def open_fields(store: str, variables: list[str]) -> xr.DataArray:
 
 
 def prepare(args: argparse.Namespace) -> xr.Dataset:
-    """The anomalies, each variable over its std, and what leads back from them to the fields.
-
-    Climatology, std and masked cells come from the training times. A cell is masked, and its anomaly zero,
-    where a variable has no value at any of them.
-    """
+    """The anomalies, each variable over its std, and what leads back from them to the fields: all from the
+    training times. A cell is masked, and its anomaly zero, where a variable has no value at any of them."""
     fields = open_fields(args.store, args.variables)
     for name in ("train_times", "validation_times", "test_times"):
         (first, last), found = getattr(args, name), 0
@@ -130,13 +128,11 @@ class Patches(Dataset):
         self.anomalies, self.climatology = data.anomalies.values, data.climatology.values
         self.valid, self.std = data.valid.values, data["std"].values[:, None, None]
         self.size, self.batch_size, self.seed = patch_size, batch_size, seed
-        self.pools = {
-            unit: np.flatnonzero(data.units == unit).tolist() for unit in data.units.values.tolist()
-        }
+        units = data.units.values.tolist()
+        self.pools = {unit: [i for i, other in enumerate(units) if other == unit] for unit in units}
         if patch_size % 4 or patch_size > min(self.valid.shape):
-            reason = f"the network halves it twice and the grid is {self.valid.shape}"
-            most = min(self.valid.shape) // 4 * 4
-            refuse(f"--patch-size {patch_size}: {reason}; give a multiple of 4 up to {most}")
+            remedy = f"give a multiple of 4 up to {min(self.valid.shape) // 4 * 4}"
+            refuse(f"--patch-size {patch_size}: the grid is {self.valid.shape}; {remedy}")
         finite = np.isfinite(self.anomalies).all(axis=(1, 2, 3))
         if not finite.all():
             cure = "fill the hole, or give --train-times that month in several years"
@@ -208,9 +204,6 @@ def make_patches(args: argparse.Namespace) -> tuple[Patches, Patches, Patches]:
 def judging_batches(patches: Patches) -> DataLoader:
     """The patches on which every run is judged."""
     return DataLoader(patches, sampler=[(0, k) for k in range(JUDGED_SAMPLES)], batch_size=32)
-
-
-RIVAL = "interpolated anomalies"  # the baseline to beat
 
 
 def baselines(patches: Patches) -> dict[str, dict[str, float]]:
@@ -338,10 +331,8 @@ def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
 
 
 def measure(waits: list[float], works: list[float], batch_size: int) -> dict:
-    """Samples/s of the loop, the share of its time spent waiting for data, and the process's peak memory.
-
-    The seconds of each step; the first starts everything up and does not count, so one step gives None.
-    """
+    """Samples/s of the loop, the share of its time spent waiting for data, and the process's peak memory,
+    from the seconds of each step. The first starts everything up and does not count; alone it gives None."""
     wait, seconds = sum(waits[1:]), sum(waits[1:] + works[1:])
     figures = {"samples_per_second": (len(works) - 1) * batch_size / seconds if seconds else None}
     figures["data_wait_share"] = wait / seconds if seconds else None
@@ -353,17 +344,16 @@ def measure(waits: list[float], works: list[float], batch_size: int) -> dict:
 
 def report(figures: dict, args: argparse.Namespace, picture: Path) -> None:
     """Print what a reader wants to know of a run, in one block."""
-    units, rivals = figures["rmse"]["U-Net"], figures["rmse"][RIVAL]
-    print(f"\nRMSE over the unseen cells of {' to '.join(args.test_times)}, {', '.join(units)}")
+    rmse, rival = figures["rmse"]["U-Net"], figures["rmse"][RIVAL]
+    print(f"\nRMSE over the unseen cells of {' to '.join(args.test_times)}, {', '.join(rmse)}")
     for name, row in figures["rmse"].items():
         print(f"  {name:24}", *(f"{value:8.3f}" for value in row.values()))
-    print(f"  against {RIVAL} ", *(f"{units[unit] / rivals[unit] - 1:+8.1%}" for unit in units))
+    print(f"  against {RIVAL} ", *(f"{rmse[unit] / rival[unit] - 1:+8.1%}" for unit in rmse))
     if figures["samples_per_second"]:
         share = f"{figures['data_wait_share']:.1%} of the time waiting for data"
         print(f"{figures['samples_per_second']:.1f} samples/s, {share}")
-    print(
-        f"{figures['steps']} steps in {figures['seconds']:.0f} s, peak memory {figures.get('peak_memory_gb', math.nan):.1f} GB"
-    )
+    memory = figures.get("peak_memory_gb", math.nan)
+    print(f"{figures['steps']} steps in {figures['seconds']:.0f} s, peak memory {memory:.1f} GB")
     print(f"picture: {picture}")
 
 

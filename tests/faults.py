@@ -1,4 +1,4 @@
-"""Run a script of the book with a fault planted in its process: how the tests kill, stall and starve programs."""
+"""Run a script of the book with a fault planted in its process: how the tests kill and stall programs, and more."""
 
 import io
 import os
@@ -16,6 +16,7 @@ def _kill_self() -> None:
 
 
 def _stall() -> None:
+    print("stalled", file=sys.stderr, flush=True)
     time.sleep(1e6)
 
 
@@ -32,14 +33,6 @@ def _slow_down(seconds: float) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     register_optimizer_step_pre_hook(lambda *_: time.sleep(seconds))
-
-
-def _stall_at_fetch(number: int) -> None:
-    """Sleep for ever as this process is about to read its batch `number`, counted from 0, by itself."""
-    from torch.utils.data._utils.fetch import _MapDatasetFetcher as Fetcher
-
-    fetch, taken = Fetcher.fetch, iter(range(number))
-    Fetcher.fetch = lambda *args: fetch(*args) if next(taken, None) is not None else _stall()
 
 
 def _kill_in_checkpoint(number: int) -> None:
@@ -64,11 +57,20 @@ def _limit_file_size(number: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
 
 
+def _use_double_precision(wanted: bool) -> None:
+    """Let networks compute, and scripts log, in float64, in which rounding hides nothing."""
+    import torch
+
+    if wanted:
+        torch.set_default_dtype(torch.float64)
+        convolve = torch.nn.Conv2d.forward
+        torch.nn.Conv2d.forward = lambda self, given: convolve(self, given.double())
+
+
 FAULTS = {
+    "double_precision": _use_double_precision,
     "kill_at_step": partial(_at_optimizer_step, _kill_self),
-    "terminate_at_step": partial(_at_optimizer_step, lambda: os.kill(os.getpid(), signal.SIGTERM)),
     "stall_at_step": partial(_at_optimizer_step, _stall),
-    "stall_at_fetch": _stall_at_fetch,
     "slow_steps": _slow_down,
     "kill_in_checkpoint": _kill_in_checkpoint,
     "file_size": _limit_file_size,

@@ -57,6 +57,15 @@ class Program:
         self.process = CONTEXT.Process(target=_child, args=arguments)
         self.process.start()
 
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        return self.process.exitcode
+
+    def errors(self) -> str:
+        """What it has written to stderr so far."""
+        path = Path(self.output.name, "err")
+        return path.read_text() if path.exists() else ""
+
     def wait(self, timeout: float = LIMIT) -> Run:
         """How it ended, or TimeoutError, with what it printed, if it had to be killed."""
         self.process.join(max(0, timeout))
@@ -82,39 +91,32 @@ def require_success(script: str | Path, *argv: object, **options: object) -> Run
     return done
 
 
-def run_ranks(
-    script: str | Path,
-    ranks: int,
-    *argv: object,
-    planted: dict[int, dict] | None = None,
-    flags: dict[int, list] | None = None,
-    stalls: int | None = None,
-) -> list[Run | TimeoutError]:
-    """Run a script as `torchrun --nproc-per-node RANKS` would; faults, and more flags, are given by rank.
+@contextmanager
+def started_ranks(
+    script: str | Path, ranks: int, *argv: object, planted: dict[int, dict] | None = None, **faults: float
+):
+    """The programs that `torchrun --nproc-per-node RANKS` would start, while they run.
 
-    A rank that does not end in time is killed, and has a TimeoutError in the place of its Run; so is the rank
-    that `stalls`, as soon as the others have ended.
+    `planted` are faults by rank, `faults` those of all.
     """
     with meeting_point() as everywhere:
         everywhere |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "test"}
         everywhere |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        programs = [
-            Program(
-                script,
-                *argv,
-                *(flags or {}).get(rank, []),
-                environment=everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                **(planted or {}).get(rank, {}),
-            )
-            for rank in range(ranks)
-        ]
-        ended = {}
-        for rank in sorted(range(ranks), key=lambda rank: rank == stalls):
+        places = [everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        each = [faults | (planted or {}).get(rank, {}) for rank in range(ranks)]
+        yield [Program(script, *argv, environment=place, **fault) for place, fault in zip(places, each)]
+
+
+def run_ranks(script: str | Path, ranks: int, *argv: object, **options: object) -> list[Run | TimeoutError]:
+    """Run a script on several ranks, see started_ranks; one killed for its time has a TimeoutError there."""
+    ended = []
+    with started_ranks(script, ranks, *argv, **options) as programs:
+        for program in programs:
             try:
-                ended[rank] = programs[rank].wait(0 if rank == stalls else LIMIT)
+                ended.append(program.wait())
             except TimeoutError as late:
-                ended[rank] = late
-        return [ended[rank] for rank in range(ranks)]
+                ended.append(late)
+    return ended
 
 
 @contextmanager
@@ -142,7 +144,7 @@ def running() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if child.pid not in ours]
 
 
-def wait_for(condition, job: subprocess.Popen, what: str) -> None:
+def wait_for(condition, job: subprocess.Popen | Program, what: str) -> None:
     """Wait until `condition()` holds; AssertionError if the job has ended before, TimeoutError after LIMIT."""
     deadline = time.monotonic() + LIMIT
     while not condition():

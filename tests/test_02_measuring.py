@@ -39,32 +39,26 @@ def ways(module) -> dict[str, dict]:
 
 
 GRADIENTS = ["mean_of_means", "accumulated_mean_of_means", "batch_norm"]
+NOTES = ["", " in patches of 16 x 16", ", slices of 3 and 5"]
 
 
 @pytest.mark.parametrize("way", GRADIENTS)
 def test_the_gradient_of_two_ranks_is_that_of_one_only_the_right_way(way: str, ways: dict) -> None:
-    assert 1e-3 < ways[way]["wrong"] > 1000 * ways[way]["right"]
-    if way == "mean_of_means":
-        assert ways[way]["right in patches of 16 x 16"] < ways[way]["wrong in patches of 16 x 16"] / 1000
+    row = ways[way]
+    for note in NOTES if way == "mean_of_means" else [""]:
+        assert 1e-3 < row[f"wrong{note}"] > 1000 * row[f"right{note}"]
+    assert way != "batch_norm" or row["GroupNorm"] < row["wrong"] / 1000
 
 
 @pytest.mark.parametrize("way", ["metric", "padded_validation", "batch_norm_buffers"])
 def test_a_figure_is_the_truth_only_the_right_way(way: str, ways: dict) -> None:
     row = ways[way]
-    assert row["right"] == pytest.approx(row["truth"], rel=1e-2 if way == "batch_norm_buffers" else 1e-9)
+    assert row["right"] == pytest.approx(row["truth"], rel=1e-6 if way == "batch_norm_buffers" else 1e-9)
     assert abs(row["wrong"] / row["truth"] - 1) > 0.005
     assert way != "metric" or abs(row["mean of the ranks'"] / row["truth"] - 1) > 0.001
 
 
-COUNTS = {
-    "dropout": 4,
-    "batch_per_device": 100,
-    "forgotten_set_epoch": 1,
-    "frozen_generator": 4,
-    "iterable_copied": 64,
-    "drop_last": 64,
-    "schedule_per_epoch": 0.1,
-}
+COUNTS = {"batch_per_device": 100, "iterable_copied": 64}
 
 
 @pytest.mark.parametrize("way", COUNTS)
@@ -141,7 +135,7 @@ def test_compression_sends_fewer_bytes(measured: dict) -> None:
 @pytest.mark.filterwarnings("ignore:TF32")
 def test_halves_agree_with_the_whole_but_for_rounding(module) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE"):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             patch.setenv(name, "0")
         error = {
             (row["convolutions"], row["parts"]): row["error"] for row in module("scaling").rounding(None)
@@ -190,7 +184,9 @@ def test_the_committed_scaling_is_of_this_script(module) -> None:
         (["--devices", 2, "--device-batch", 9], "--device-batch 9: 2 devices do not divide it"),
     ],
 )
-def test_scaling_refuses_what_it_cannot_measure(flags: list, message: str, module) -> None:
-    scaling = module("scaling")
-    with pytest.raises(scaling.chapter.InputError, match=f"^{message}"):
-        scaling.main([str(flag) for flag in flags])
+def test_scaling_refuses_what_it_cannot_measure(
+    flags: list, message: str, module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        module("scaling").main([str(flag) for flag in flags])
+    assert message in capsys.readouterr().err.splitlines()[-1]

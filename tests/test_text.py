@@ -26,8 +26,8 @@ CHAPTERS = [
     "06_whats_next",
 ]
 MAX_CHANGED_LINES = 160  # from one chapter's train.py to the next; the design aims at 120
-MAX_CHANGED_LINES_HERE = {"02_multi_gpu": 330}  # devices, launchers, signals and lost ranks come at once
-MAX_CODE_LINES = {"01_setup": 450}  # of a train*.py
+
+MAX_CODE_LINES = {"01_setup": 370, "02_multi_gpu": 425}  # of a train*.py
 MAX_CODE_LINES_ELSEWHERE = 600
 
 HERE = Path(__file__).parent
@@ -200,7 +200,7 @@ def test_a_chapter_changes_little_and_says_why(before: str, chapter: str) -> Non
     if not (book.ROOT / chapter / "train.py").exists():
         pytest.skip(f"{chapter}/train.py is not written yet")
     changed = book.changed_lines(f"{before}/train.py", f"{chapter}/train.py")
-    assert 0 < changed <= MAX_CHANGED_LINES_HERE.get(chapter, MAX_CHANGED_LINES)
+    assert 0 < changed <= MAX_CHANGED_LINES
     # That the table is complete is what it checks itself, whenever cog runs.
     assert "what_changes_table(" in (book.ROOT / chapter / "README.md").read_text()
 
