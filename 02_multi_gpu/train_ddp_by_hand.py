@@ -20,7 +20,6 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -43,45 +42,26 @@ STORE, OUTPUTS = HERE.parent / "01_setup/data/navy_winds.nc", HERE / "outputs" /
 VARIABLES = ["eastward_wind", "northward_wind"]
 TRAIN_TIMES, VALIDATION_TIMES, TEST_TIMES = ["1982", "1989"], ["1990", "1990"], ["1991", "1992"]
 DIMENSIONS = {  # a name, standard_name, axis or units by which each is known
-    "time": {"time", "valid_time", "T"},
-    "latitude": {"latitude", "lat", "degrees_north"},
-    "longitude": {"longitude", "lon", "degrees_east"},
+    "time": {"time", "valid_time", "t", "T"},
+    "latitude": {"latitude", "lat", "degrees_north", "degree_north"},
+    "longitude": {"longitude", "lon", "degrees_east", "degree_east"},
 }
 # Successive tracks of a polar orbiter lie 25 degrees of longitude apart, 10 cells of this grid. They
 # lean 0.22 degrees of longitude a degree of latitude, and a swath of 4 cells is 1,100 km wide.
 TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8
-DECISIVE = "variables train_times validation_times test_times patch_size batch_size accumulate max_steps learning_rate seed"
+DECISIVE = "variables train_times validation_times test_times patch_size batch_size accumulate"
+DECISIVE += " max_steps learning_rate seed"  # what a run and the one that resumes it share
 BASE_BATCH = 8  # the global batch for which the default learning rate was chosen
 RIVAL = "interpolated anomalies"  # the baseline to beat
 JUDGED_SAMPLES, JUDGE_SEED = 96, 1991  # not --seed: every run is judged on the same patches
 ORDER_STREAM, PATCH_STREAM = 1, 2  # each use of randomness has its own: adding one never shifts another
-
-
-def train_step(model: nn.Module, optimizer, schedule, batches: list[dict]) -> torch.Tensor:
-    """One optimizer step of all ranks together, from this rank's micro-batches. Returns its part of the loss."""
-    world_size = distributed.get_world_size()
-    unseen = sum(batch["unseen"].sum() for batch in batches)
-    distributed.all_reduce(unseen)  # DDP 4: one count for the whole batch
-    optimizer.zero_grad()
-    loss = 0
-    for number, batch in enumerate(batches, 1):
-        # Gradients add up on each rank. The last backward pass also averages them over the ranks.
-        with nullcontext() if number == len(batches) else model.no_sync():
-            squares, _ = masked_sums(model(batch["input"]), batch)
-            part = squares * world_size / unseen  # x world_size: a sum over ranks is their average times that
-            part.backward()
-        loss = loss + part.detach()
-    optimizer.step()
-    schedule.step()
-    return loss  # not loss.item(), for which the program would wait until a GPU is done
+refuse = argparse.ArgumentParser(usage=argparse.SUPPRESS).error  # says what to mend, and exits with code 2
 
 
 @record  # leaves the first error of all ranks where torchrun finds it
 def main(argv: list[str] | None = None) -> dict:
     """Train, judge and draw; return the headline figures on rank 0."""
     began = perf_counter()
-    if hasattr(faulthandler, "register"):  # kill -USR2 to any rank shows where it is; not on Windows
-        faulthandler.register(signal.SIGUSR2)
     args = parse_arguments(argv)
     checkpoint = load_checkpoint(args.resume, args) if args.resume else None
     training, validation, test = make_patches(args)
@@ -108,11 +88,11 @@ def main(argv: list[str] | None = None) -> dict:
         start = checkpoint["step"]
 
     def save_checkpoint(step: int) -> None:
-        if rank == 0:  # DDP 5: one writes, and waits for nobody meanwhile, for they would not come
+        if rank == 0:  # DDP 3: one writes, and waits for nobody meanwhile, for they would not come
             parts = {name: part.state_dict() for name, part in state.items()}
             torch.save({"step": step, "options": vars(args), **parts}, folder / "last.ckpt")
 
-    sampler = StepSampler(args, start, rank, world_size)  # DDP 3: a slice of each batch for each rank
+    sampler = StepSampler(args, start, rank, world_size)  # DDP 4: a slice of each batch for each rank
     batches = iter(DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers))
     name = f"resumed_at_{start}" if args.resume else "metrics"
     log = open(folder / f"{name}_rank_{rank}.csv", "w", buffering=1)  # who is behind?
@@ -133,7 +113,7 @@ def main(argv: list[str] | None = None) -> dict:
         rmse = ""
         if (step + 1) % args.validate_every == 0:
             rmse = next(iter(validate(network, validation, device).values()))
-        if step % args.log_every == 0 or rmse:
+        if (step + 1) % args.log_every == 0 or rmse:
             distributed.all_reduce(loss)
             mean = loss.item() / world_size
             print(step, mean, rate, waits[-1], works[-1], rmse, sep=",", file=log)
@@ -147,7 +127,7 @@ def main(argv: list[str] | None = None) -> dict:
     if rank > 0:
         return {}
 
-    figures = {"steps": args.max_steps} | measure(waits, works, args.batch_size)
+    figures = {"steps": args.max_steps} | measure(waits, works, args.batch_size, 1)
     figures["rmse"] = baselines(test) | {"U-Net": judged}
     with torch.no_grad():
         prediction = network(torch.from_numpy(test[0, 0]["input"])[None].to(device))
@@ -158,9 +138,25 @@ def main(argv: list[str] | None = None) -> dict:
     return figures
 
 
-def refuse(reason: str) -> NoReturn:
-    """End with exit code 2 and a line about something that the user can mend."""
-    argparse.ArgumentParser(usage=argparse.SUPPRESS).error(reason)
+def train_step(model: nn.Module, optimizer, schedule, batches: list[dict]) -> torch.Tensor:
+    """One optimizer step of all ranks together, from this rank's micro-batches. Returns its part of the loss."""
+    world_size = distributed.get_world_size()
+    unseen = sum(batch["unseen"].sum() for batch in batches)
+    distributed.all_reduce(unseen)  # DDP 5: one count for the whole batch
+    optimizer.zero_grad()
+    loss = 0
+    for number, batch in enumerate(batches, 1):
+        # Gradients add up on each rank. The last backward pass also averages them over the ranks.
+        with nullcontext() if number == len(batches) else model.no_sync():
+            squares, _ = masked_sums(model(batch["input"]), batch)
+            part = (
+                squares * world_size / unseen.clamp(min=1)
+            )  # x world_size: a sum over ranks is their average times that
+            part.backward()
+        loss = loss + part.detach()
+    optimizer.step()
+    schedule.step()
+    return loss  # not loss.item(), for which the program would wait until a GPU is done
 
 
 def open_fields(store: str, variables: list[str]) -> xr.DataArray:
@@ -169,42 +165,53 @@ def open_fields(store: str, variables: list[str]) -> xr.DataArray:
     Returns (time, variable, latitude, longitude), float32, ascending; the coordinate `units` has theirs.
     """
     try:
-        dataset = xr.load_dataset(store).squeeze(drop=True)
+        with xr.open_dataset(store) as file:
+            names = list(file.data_vars)
+            dataset = file[[name for name in variables if name in names]].load().squeeze(drop=True)
     except (OSError, ValueError) as error:
-        refuse(f"--store {store}: {type(error).__name__}; give a whole NetCDF file")
+        refuse(f"--store {store}: cannot be read ({type(error).__name__}); give a whole NetCDF file")
     for dimension, signs in DIMENSIONS.items():
         for name in list(dataset.indexes):
             about = dataset[name].attrs
             if signs & {name.lower(), about.get("standard_name"), about.get("axis"), about.get("units")}:
                 dataset = dataset.rename({name: dimension})
-    usable = [name for name in dataset.data_vars if set(dataset[name].dims) == set(DIMENSIONS)]
-    if unusable := [name for name in variables if name not in usable]:
-        names = ", ".join(usable) or f"none: it has no variable over {', '.join(DIMENSIONS)}"
-        refuse(f"--variables {unusable[0]}: not in {store}; choose from {names}")
-    units = [dataset[name].attrs.get("units", "1").replace("m s-1", "m/s") for name in variables]
-    fields = dataset[variables].to_dataarray("variable").astype("float32").sortby([*DIMENSIONS])
-    return fields.transpose("time", "variable", ...).assign_coords(units=("variable", units))
+    for name in variables:
+        if name not in names or set(dataset[name].dims) != set(DIMENSIONS):
+            choice = f"choose from {', '.join(names)}"
+            refuse(f"--variables {name}: not in {store} over {', '.join(DIMENSIONS)}; {choice}")
+    across = np.unwrap(dataset.longitude, period=360)  # of a region across 0 or 180 degrees
+    dataset = dataset.assign_coords(longitude=across).sortby([*DIMENSIONS])
+    units = [dataset[name].attrs.get("units", name).replace("**", "") for name in variables]
+    fields = dataset[variables].to_dataarray("variable").astype("float32")
+    units = [unit.replace("m s-1", "m/s") for unit in units]
+    return fields.transpose("time", "variable", "latitude", "longitude").assign_coords(
+        units=("variable", units)
+    )
 
 
 def prepare(args: argparse.Namespace) -> xr.Dataset:
     """The anomalies, each variable over its std, and what leads back from them to the fields: all from the
     training times. A cell is masked, and its anomaly zero, where a variable has no value at any of them."""
-    fields = open_fields(args.store, args.variables)
+    fields, train_times = open_fields(args.store, args.variables), []
     for name in ("train_times", "validation_times", "test_times"):
-        (first, last), found = getattr(args, name), 0
+        (first, last), times = getattr(args, name), []
         with suppress(TypeError, ValueError):  # not dates
-            found = fields.sel(time=slice(first, last)).sizes["time"]
-        if not found:
+            times = fields.time.sel(time=slice(first, last)).values
+        if not len(times) or np.isin(times, train_times).any():
             span = " to ".join(str(time)[:10] for time in fields.time.values[[0, -1]])
-            refuse(f"--{name.replace('_', '-')} {first} {last}: {args.store} has {span}")
-    train_times = slice(*args.train_times)
+            remedy = "give some that are not for training" if len(times) else f"{args.store} has {span}"
+            refuse(f"--{name.replace('_', '-')} {first} {last}: {remedy}")
+        train_times = times if name == "train_times" else train_times
     training = fields.sel(time=train_times)
     valid = training.notnull().any("time").all("variable")
     climatology = training.groupby("time.month").mean().reindex(month=range(1, 13))
     anomalies = fields.groupby("time.month") - climatology
     std = anomalies.sel(time=train_times).where(valid).std(("time", "latitude", "longitude"))
     anomalies = (anomalies / std).where(valid, 0).transpose(*fields.dims)
-    return xr.Dataset({"anomalies": anomalies, "climatology": climatology, "std": std, "valid": valid})
+    if not valid.any():
+        refuse(f"--train-times {' '.join(args.train_times)}: a variable has no value in them; give others")
+    parts = {"anomalies": anomalies, "climatology": climatology, "std": std, "valid": valid}
+    return xr.Dataset(parts, attrs={"store": args.store})
 
 
 @lru_cache(maxsize=2)
@@ -242,10 +249,12 @@ class Patches(Dataset):
         finite = np.isfinite(self.anomalies).all(axis=(1, 2, 3))
         if not finite.all():
             cure = "fill the hole, or give --train-times that month in several years"
-            refuse(f"--store: NaN or infinity at {str(self.times[~finite][0])[:10]}; {cure}")
-        spacing, columns = self.longitude[1] - self.longitude[0], len(self.longitude)
-        is_global = abs(columns * spacing - 360) < spacing / 2
-        self.last_column = columns - (1 if is_global else patch_size)  # else no seam to cross
+            refuse(
+                f"--store {data.attrs['store']}: NaN or infinity at {str(self.times[~finite][0])[:10]}; {cure}"
+            )
+        west, *_, east = self.longitude
+        is_global = abs(east - west + self.longitude[1] - west - 360) < (self.longitude[1] - west) / 2
+        self.last_column = len(self.longitude) - (1 if is_global else patch_size)  # else no seam to cross
 
     def sample(self, step: int, k: int) -> tuple[int, int, int, np.ndarray]:
         """Say what sample k of a step is, a pure function of (seed, step, k): there is no state to lose.
@@ -411,37 +420,44 @@ def validate(model: nn.Module, patches: Patches, device: torch.device) -> dict[s
 
 
 def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
-    """Map sample 0: truth, what was seen, the fill and its error; prediction (variables, H, W) is scaled.
+    """Map the truth of sample 0, what was seen, the fill and its error; prediction is (variables, H, W), scaled.
 
-    Two variables are taken for a vector, and its length is drawn; of any other number, the first.
+    Two variables of one unit are drawn as a vector, by its length; of others, the first is drawn.
     """
-    (mean, anomaly), seen = patches.fields(0, 0), patches[0, 0]["input"][-1] > 0
-    error = np.where(seen, 0, patches.std * prediction - anomaly)
+    (mean, anomaly), unseen = patches.fields(0, 0), patches[0, 0]["unseen"][0] > 0
+    error = np.where(unseen, patches.std * prediction - anomaly, 0)
+    is_vector = len(mean) == 2 and len(patches.pools) == 1
     truth, filled, error = (
-        np.hypot(*field) if len(field) == 2 else field[0]
+        np.hypot(*field) if is_vector else field[0]
         for field in (mean + anomaly, mean + anomaly + error, error)
     )
-    least, most = np.nanmin(truth), np.nanmax(truth)
-    panels = {"truth": truth, "seen by the satellite": np.where(seen, truth, np.nan)}
-    panels |= {"filled by the network": filled, "error of the fill": np.where(seen, np.nan, np.abs(error))}
+    panels = {"truth": truth, "seen by the satellite": np.where(unseen, np.nan, truth)}
+    panels |= {"filled by the network": filled, "error of the fill": np.where(unseen, abs(error), np.nan)}
     time, row, column, _ = patches.sample(0, 0)
     y = patches.latitude[row : row + patches.size]
-    x = patches.longitude[column] + (y - y[0])  # square cells
+    x = patches.longitude[column] + np.arange(patches.size) * (patches.longitude[1] - patches.longitude[0])
+    least, most = np.nanmin(truth), np.nanmax(truth)
     figure = Figure(figsize=(10, 9), layout="constrained")
     for axes, (title, field) in zip(figure.subplots(2, 2).flat, panels.items()):
-        colours = ("magma_r", 0, (most - least) / 3) if "error" in title else ("viridis", least, most)
-        mesh = axes.pcolormesh(x, y, field, **dict(zip(("cmap", "vmin", "vmax"), colours)))
+        cmap, low, high = ("viridis", least, most)
+        if "error" in title:
+            cmap, low, high = ("magma_r", 0, (most - least) / 3)
+        mesh = axes.pcolormesh(x, y, field, cmap=cmap, vmin=low, vmax=high)
         axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
         figure.colorbar(mesh, ax=axes, label=next(iter(patches.pools)))
     figure.suptitle(f"{str(patches.times[time])[:7]}, kept from training")
     return figure
 
 
-def measure(waits: list[float], works: list[float], batch_size: int) -> dict:
-    """Samples/s of the loop, the share of its time spent waiting for data, and the process's peak memory,
-    from the seconds of each step. The first starts everything up and does not count; alone it gives None."""
-    wait, seconds = sum(waits[1:]), sum(waits[1:] + works[1:])
-    figures = {"samples_per_second": (len(works) - 1) * batch_size / seconds if seconds else None}
+def measure(waits: list[float], works: list[float], batch_size: int, accumulate: int) -> dict:
+    """Samples/s of the loop, the share of its time spent waiting for data, and the process's peak memory.
+
+    From the seconds of each micro-batch; the first step starts everything up and does not count, and alone gives None.
+    On a GPU they end when its kernels are queued, and not when they are done: chapter 5 times those.
+    """
+    wait, seconds = sum(waits[accumulate:]), sum(waits[accumulate:] + works[accumulate:])
+    samples = batch_size * (len(works) // accumulate - 1)
+    figures = {"samples_per_second": samples / seconds if seconds else None}
     figures["data_wait_share"] = wait / seconds if seconds else None
     if "resource" in globals():
         unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
@@ -521,7 +537,7 @@ def load_checkpoint(checkpoint: str, args: argparse.Namespace) -> dict:
         refuse(f"--resume {checkpoint}: no such file; to start anew, leave --resume out")
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
     for name in DECISIVE.split():
-        value, before = getattr(args, name), saved["options"][name]
+        value, before = getattr(args, name), saved.get("options", {}).get(name)
         if value != before:
             flag = f"--{name.replace('_', '-')} {value}"
             refuse(f"{flag}: {checkpoint} has {before}; give that, or leave --resume out")
@@ -529,6 +545,8 @@ def load_checkpoint(checkpoint: str, args: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
+    if hasattr(faulthandler, "register"):  # kill -USR2 to any rank shows where it is; not on Windows
+        faulthandler.register(signal.SIGUSR2)
     main()
     sys.stdout.flush()
     os._exit(0)  # at once: threads of gloo may outlive its group, and abort a Python that ends in order

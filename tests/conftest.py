@@ -17,7 +17,7 @@ import programs  # noqa: E402
 # torch have settings of their own.
 LAUNCHERS = ("SLURM_", "PET_", "MASTER_", "GROUP_", "OMPI_", "PMI_", "LSB_", "JSM_", "TORCH", "GIT_")
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-TORCHRUN_SH = "HEAD NODE LOCAL_ADDR MIN_NODES MAX_NODES PROCESSES MAX_RESTARTS GRACE RDZV_CONF SCRIPT JOB"
+TORCHRUN_SH = "HEAD NODE LOCAL_ADDR MIN_NODES MAX_NODES PROCESSES MAX_RESTARTS"
 for name in list(os.environ):
     if name.startswith(LAUNCHERS) or name in (*RANKS, *TORCHRUN_SH.split()):
         del os.environ[name]

@@ -1,8 +1,6 @@
-"""Run a script of the book with a fault planted in its process: how the tests kill and stall programs, and more."""
+"""Run a script of the book with a fault planted in its process: how the tests kill, stall and slow programs."""
 
-import io
 import os
-import resource
 import runpy
 import signal
 import sys
@@ -35,28 +33,6 @@ def _slow_down(seconds: float) -> None:
     register_optimizer_step_pre_hook(lambda *_: time.sleep(seconds))
 
 
-def _kill_in_checkpoint(number: int) -> None:
-    """Kill this process when checkpoint `number`, counted from 0, is half written."""
-    import torch
-
-    save, begun = torch.save, iter(range(number))
-
-    def half(checkpoint: dict, path: Path) -> None:
-        if next(begun, None) is not None:
-            return save(checkpoint, path)
-        whole = io.BytesIO()
-        save(checkpoint, whole)
-        Path(path).write_bytes(whole.getvalue()[: whole.tell() // 2])
-        _kill_self()
-
-    torch.save = half
-
-
-def _limit_file_size(number: int) -> None:
-    """Let no file grow beyond `number` bytes: what a program sees of it is what a full disk shows."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
-
-
 def _use_double_precision(wanted: bool) -> None:
     """Let networks compute, and scripts log, in float64, in which rounding hides nothing."""
     import torch
@@ -72,8 +48,6 @@ FAULTS = {
     "kill_at_step": partial(_at_optimizer_step, _kill_self),
     "stall_at_step": partial(_at_optimizer_step, _stall),
     "slow_steps": _slow_down,
-    "kill_in_checkpoint": _kill_in_checkpoint,
-    "file_size": _limit_file_size,
 }
 
 
