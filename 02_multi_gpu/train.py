@@ -86,12 +86,10 @@ def open_fields(store: str, variables: list[str]) -> xr.DataArray:
             refuse(f"--variables {name}: not in {store} over {', '.join(DIMENSIONS)}; {choice}")
     across = np.unwrap(dataset.longitude, period=360)  # of a region across 0 or 180 degrees
     dataset = dataset.assign_coords(longitude=across).sortby([*DIMENSIONS])
-    units = [dataset[name].attrs.get("units", name).replace("**", "") for name in variables]
     fields = dataset[variables].to_dataarray("variable").astype("float32")
-    units = [unit.replace("m s-1", "m/s") for unit in units]
-    return fields.transpose("time", "variable", "latitude", "longitude").assign_coords(
-        units=("variable", units)
-    )
+    units = [dataset[name].attrs.get("units", name).replace("**", "") for name in variables]
+    fields["units"] = ("variable", [unit.replace("m s-1", "m/s") for unit in units])
+    return fields.transpose("time", "variable", "latitude", "longitude")
 
 
 def prepare(args: argparse.Namespace) -> xr.Dataset:
@@ -153,10 +151,9 @@ class Patches(Dataset):
             refuse(f"--patch-size {patch_size}: the grid is {self.valid.shape}; {remedy}")
         finite = np.isfinite(self.anomalies).all(axis=(1, 2, 3))
         if not finite.all():
+            hole = f"NaN or infinity at {str(self.times[~finite][0])[:10]}"
             cure = "fill the hole, or give --train-times that month in several years"
-            refuse(
-                f"--store {data.attrs['store']}: NaN or infinity at {str(self.times[~finite][0])[:10]}; {cure}"
-            )
+            refuse(f"--store {data.attrs['store']}: {hole}; {cure}")
         west, *_, east = self.longitude
         is_global = abs(east - west + self.longitude[1] - west - 360) < (self.longitude[1] - west) / 2
         self.last_column = len(self.longitude) - (1 if is_global else patch_size)  # else no seam to cross
@@ -315,9 +312,7 @@ class FillGaps(LightningModule):
         self.save_hyperparameters()  # into each checkpoint: load_from_checkpoint needs nothing else
         torch.manual_seed(options["seed"])  # the same weights on every rank
         self.model = UNet(len(std))
-        self.mean_squares = nn.ModuleList(
-            MeanMetric(nan_strategy="disable") for _ in pools
-        )  # sums over batches, then ranks
+        self.mean_squares = nn.ModuleList(MeanMetric() for _ in pools)  # sums over batches, then ranks
         self.sums = 0
 
     def training_step(self, batch: dict, batch_idx: int) -> torch.Tensor:
@@ -454,6 +449,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--output-dir", default=os.path.relpath(OUTPUTS), help="folder for the files of the run")
     add("--resume", nargs="?", const="last", metavar="CKPT", help="from last.ckpt or CKPT; auto: if any")
     args = parser.parse_args(argv)
+    args.variables = list(dict.fromkeys(args.variables))  # each once
     for name, value in vars(args).items():
         least = {"patch_size": 16, "num_workers": 0, "seed": 0, "learning_rate": 0}.get(name, 1)
         if isinstance(value, int | float) and not value >= least:
@@ -463,9 +459,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.accelerator == "gpu" and not on_gpu:
         refuse("--accelerator gpu: this machine has none; give auto or cpu")
     if (args.devices or 1) > found:
-        refuse(
-            f"--devices {args.devices}: give at most {found}, the {'GPUs' if on_gpu else 'cores'} there are"
-        )
+        kind = "GPUs" if on_gpu else "cores"
+        refuse(f"--devices {args.devices}: give at most {found}, the {kind} there are")
     launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
     args.devices = args.devices or int(launched or (found if on_gpu else 1))
     nodes = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES")

@@ -149,9 +149,7 @@ def train_step(model: nn.Module, optimizer, schedule, batches: list[dict]) -> to
         # Gradients add up on each rank. The last backward pass also averages them over the ranks.
         with nullcontext() if number == len(batches) else model.no_sync():
             squares, _ = masked_sums(model(batch["input"]), batch)
-            part = (
-                squares * world_size / unseen.clamp(min=1)
-            )  # x world_size: a sum over ranks is their average times that
+            part = squares * world_size / unseen.clamp(min=1)  # a sum over ranks is world_size averages
             part.backward()
         loss = loss + part.detach()
     optimizer.step()
@@ -181,12 +179,10 @@ def open_fields(store: str, variables: list[str]) -> xr.DataArray:
             refuse(f"--variables {name}: not in {store} over {', '.join(DIMENSIONS)}; {choice}")
     across = np.unwrap(dataset.longitude, period=360)  # of a region across 0 or 180 degrees
     dataset = dataset.assign_coords(longitude=across).sortby([*DIMENSIONS])
-    units = [dataset[name].attrs.get("units", name).replace("**", "") for name in variables]
     fields = dataset[variables].to_dataarray("variable").astype("float32")
-    units = [unit.replace("m s-1", "m/s") for unit in units]
-    return fields.transpose("time", "variable", "latitude", "longitude").assign_coords(
-        units=("variable", units)
-    )
+    units = [dataset[name].attrs.get("units", name).replace("**", "") for name in variables]
+    fields["units"] = ("variable", [unit.replace("m s-1", "m/s") for unit in units])
+    return fields.transpose("time", "variable", "latitude", "longitude")
 
 
 def prepare(args: argparse.Namespace) -> xr.Dataset:
@@ -248,10 +244,9 @@ class Patches(Dataset):
             refuse(f"--patch-size {patch_size}: the grid is {self.valid.shape}; {remedy}")
         finite = np.isfinite(self.anomalies).all(axis=(1, 2, 3))
         if not finite.all():
+            hole = f"NaN or infinity at {str(self.times[~finite][0])[:10]}"
             cure = "fill the hole, or give --train-times that month in several years"
-            refuse(
-                f"--store {data.attrs['store']}: NaN or infinity at {str(self.times[~finite][0])[:10]}; {cure}"
-            )
+            refuse(f"--store {data.attrs['store']}: {hole}; {cure}")
         west, *_, east = self.longitude
         is_global = abs(east - west + self.longitude[1] - west - 360) < (self.longitude[1] - west) / 2
         self.last_column = len(self.longitude) - (1 if is_global else patch_size)  # else no seam to cross
@@ -505,6 +500,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--output-dir", default=os.path.relpath(OUTPUTS), help="folder for the files of the run")
     add("--resume", nargs="?", const="last", metavar="CKPT", help="from last.ckpt or CKPT; auto: if any")
     args = parser.parse_args(argv)
+    args.variables = list(dict.fromkeys(args.variables))  # each once
     for name, value in vars(args).items():
         least = {"patch_size": 16, "num_workers": 0, "seed": 0, "learning_rate": 0}.get(name, 1)
         if isinstance(value, int | float) and not value >= least:

@@ -150,6 +150,17 @@ def test_a_regional_map_has_no_seam_to_cross() -> None:
     assert columns == set(range(100 - 64 + 1))
 
 
+def test_a_region_across_a_meridian_where_the_longitudes_jump_is_whole(tmp_path: Path) -> None:
+    dataset = xr.load_dataset(STORE).isel(longitude=slice(120, 144))  # 320 to 377.5 degrees
+    dataset.to_netcdf(tmp_path / "even.nc")
+    dataset.assign_coords(longitude=dataset.longitude % 360).to_netcdf(tmp_path / "jump.nc")
+    even, jump = (
+        chapter.open_fields(tmp_path / f"{name}.nc", chapter.VARIABLES) for name in ("even", "jump")
+    )
+    np.testing.assert_array_equal(jump.values, even.values)
+    assert set(np.diff(jump.longitude)) == {2.5}
+
+
 def test_swaths_are_slanted_stripes_over_about_a_third_of_the_patch() -> None:
     masks = np.stack([chapter.swath_mask(np.random.default_rng(seed), 64) for seed in range(300)])
     assert 0.33 < masks.mean() < 0.37  # 4 cells of every 10, of which one pass in 8 is lost
@@ -498,7 +509,7 @@ def own_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]
     wind[:, *GAP] = np.nan
     wind = wind.assign_coords(time=wind.indexes["time"] + np.timedelta64(7305, "D"))  # 20 years on
     wind = wind.assign_coords(longitude=(wind.longitude + 180) % 360 - 180)
-    wind = wind.isel(latitude=slice(None, None, -1)).transpose("longitude", "time", "latitude")
+    wind = wind.sortby(["latitude", "longitude"], ascending=False).transpose("longitude", "time", "latitude")
     names = {"time": "valid_time", "latitude": "lat", "longitude": "lon"}
     wind.rename("wind").rename(names).to_netcdf(folder / "one.nc")
     dataset["temperature"] = 280 + 5 * (dataset.eastward_wind - dataset.northward_wind)
@@ -549,7 +560,6 @@ def test_masked_cells_are_never_seen_and_in_no_count(own_data: dict) -> None:
     assert masked_cells
 
 
-@pytest.mark.xfail(strict=True, reason="masked_loss divides by a count of 0")
 def test_a_batch_of_masked_cells_only_teaches_nothing() -> None:
     prediction, batch = batch_of((0.0,), (1.0,))
     prediction.requires_grad_()
@@ -571,7 +581,7 @@ def test_any_data_trains_by_flags_alone(script: str, data: str, own_data: dict, 
         with torch.no_grad():
             return network(torch.from_numpy(x)[None])[0].numpy()
 
-    units = {"one": ["1"], "three": ["m/s", "K"]}[data]
+    units = {"one": ["wind"], "three": ["m/s", "K"]}[data]
     assert f", {', '.join(units)}\n" in done.out
     expected = plain_rmse(args, args.test_times, predict)
     assert list(expected) == list(rmse(tmp_path)) == units
@@ -671,19 +681,20 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 BAD_INPUT = {
-    "no such store": ("--store nowhere.nc", r"--store nowhere.nc: FileNotFoundError; give a whole"),
-    "a folder as store": ("--store .", r"--store \.: \w+; give a whole NetCDF file"),
-    "truncated": ("--store {truncated}", r"--store \S+truncated.nc: \w+; give a whole NetCDF file"),
-    "empty": ("--store {empty}", r"--store \S+empty.nc: \w+; give a whole NetCDF file"),
-    "NaN": ("--store {hole}", r"--store: NaN or infinity at 1986-03-18; fill the hole"),
+    "no such store": ("--store nowhere.nc", r"--store nowhere.nc: .*; give a whole NetCDF file"),
+    "a folder as store": ("--store .", r"--store \.: .*; give a whole NetCDF file"),
+    "truncated": ("--store {truncated}", r"--store \S+truncated.nc: .*; give a whole NetCDF file"),
+    "empty": ("--store {empty}", r"--store \S+empty.nc: .*; give a whole NetCDF file"),
+    "NaN": ("--store {hole}", r"--store \S+: NaN or infinity at 1986-03-18; fill the hole"),
     "no such variable": ("--variables u v", r"--variables u: not in .*; choose from eastward_wind, "),
-    "no time": ("--store {timeless}", r"--variables eastward_wind: not in .*; choose from none: it has no"),
+    "no time": ("--store {timeless}", r"--variables eastward_wind: not in .*; choose from eastward_wind, "),
     "times not there": ("--train-times 2001 2002", r"--train-times 2001 2002: .* has 1982-01-16 to 1992-12-"),
+    "times of training": ("--test-times 1989 1991", r"--test-times 1989 1991: give some that are not for tr"),
     "no test times": ("--test-times 1993 1993", r"--test-times 1993 1993: .* has 1982-01-16 to 1992-12-"),
     "no date": ("--validation-times then now", r"--validation-times then now: .* has 1982-01-16 to "),
     "too few months": (
         "--train-times 1982-01 1982-11",
-        r"--store: NaN or infinity at 1982-01-16.*--train-times",
+        r"--store \S+: NaN or infinity at 1982-01-16.*--train-times",
     ),
     "patch too large": ("--patch-size 80", r"--patch-size 80: .*\(73, 144\); give a multiple of 4 up to 72"),
     "patch too small": ("--patch-size 8", r"--patch-size 8: too small; give at least 16"),
