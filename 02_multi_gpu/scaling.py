@@ -108,9 +108,12 @@ class Step:
 
     def run(self, synchronise: bool = True) -> None:
         self.optimizer.zero_grad()
+        unseen = self.data["unseen"].sum()
+        if synchronise:
+            distributed.all_reduce(unseen, group=self.bench.groups[self.ranks])
         with nullcontext() if synchronise else self.model.no_sync():
-            squares, unseen = chapter.masked_sums(self.model(self.data["input"]), self.data)
-            (squares / unseen).backward()
+            squares, _ = chapter.masked_sums(self.model(self.data["input"]), self.data)
+            (squares * self.ranks / unseen).backward()
         self.optimizer.step()
 
     def time(self, steps: int, synchronise: bool = True) -> list[float]:
@@ -556,9 +559,10 @@ def main(argv: list[str] | None = None) -> dict:
     if args.gpu and "timeline" in args.studies:
         parser.error("timeline: give --accelerator cpu, for a GPU's hooks do not tell its times")
     chosen = args.studies or [name for name in names if not (args.gpu and name == "timeline")]
-    ranks = args.devices or min(found, chapter.BASE_BATCH)
-    args.devices, args.studies = ranks, [name for name in chosen if name in STUDIES]
     args.device_batch = args.device_batch or (256 if args.gpu else 8)
+    dividing = [n for n in range(1, min(found, chapter.BASE_BATCH) + 1) if args.device_batch % n == 0]
+    ranks = args.devices or max(dividing)
+    args.devices, args.studies = ranks, [name for name in chosen if name in STUDIES]
     if not 1 <= ranks <= found:
         parser.error(f"--devices {ranks}: there are {found} {'GPUs' if args.gpu else 'cores'}")
     if args.device_batch % ranks:

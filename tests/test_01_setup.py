@@ -372,6 +372,16 @@ def test_the_walkthrough_shows_every_line_of_the_summary() -> None:
     assert check_summary(shown[0]) < 0
 
 
+def test_the_committed_results_keep_their_promises() -> None:
+    """10% below the best baseline with each seed, and further below after a longer run."""
+    rows = {name: book.results(f"01_setup/results/{name}.json")["rows"] for name in ("scripts", "longer")}
+    assert [row["runs"] for row in rows["scripts"]] == [3, 3]
+    for row in rows["scripts"]:
+        assert row["rmse"]["max"] < 0.9 * row[chapter.RIVAL]
+    (longer,) = rows["longer"]
+    assert longer["rmse"]["U-Net"]["m/s"] < 0.9 * rows["scripts"][1]["rmse"]["min"]
+
+
 def commands_with(script: str) -> list[list[str]]:
     """The flags of each command of the walkthrough that runs a script; [] for the script alone."""
     pattern = rf"uv run python {script.rpartition('/')[2]}(.*)"
