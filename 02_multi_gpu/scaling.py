@@ -5,7 +5,7 @@
     uv run python scaling.py --save-results           # and write results/*.json and results/scaling.png
 
 Alternatives run in turn, so that a machine which slows down for a while slows all of them. On CPU every
-rank has one thread; on GPUs, one GPU. The batches are made beforehand: the loader is chapter 4's subject.
+rank has one thread, if its row says nothing else; on GPUs, one GPU. The batches are made beforehand: the loader is chapter 4's subject.
 """
 
 import argparse
@@ -46,6 +46,11 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
+def on(args: argparse.Namespace) -> list[str]:
+    """The flags that put a script where the bench is."""
+    return ["--accelerator", "gpu" if args.gpu else "cpu"]
+
+
 class Bench:
     """What every study needs on each rank: its device, its group of ranks, batches, and a clock."""
 
@@ -59,7 +64,7 @@ class Bench:
         backend = distributed.get_default_backend_for_device(self.device)
         distributed.init_process_group(backend, meeting, timedelta(minutes=30), ranks, rank)
         self.groups = {n: distributed.new_group(range(n)) for n in range(1, ranks + 1)}
-        flags = ["--batch-size", str(args.device_batch * ranks)]
+        flags = ["--batch-size", str(args.device_batch * ranks), *on(args)]
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         self.flags = chapter.parse_arguments(flags)
@@ -273,7 +278,7 @@ def compression(bench: Bench) -> list[dict]:
 def learn(bench: Bench, batch_size: int, steps: int, rate: float, seed: int, hook=None) -> tuple:
     """Train as train_ddp_by_hand.py does. Returns the RMSE on 1990, in m/s, and the loss of each step."""
     flags = ["--batch-size", batch_size, "--max-steps", steps, "--learning-rate", rate, "--seed", seed]
-    args = chapter.parse_arguments([str(flag) for flag in flags])
+    args = chapter.parse_arguments([*map(str, flags), *on(bench.args)])
     training, validation, _ = chapter.make_patches(args)
     network = bench.network(seed)
     model = bench.parallel(network, bench.ranks, **(ONE_BUCKET if hook else {}))
@@ -542,7 +547,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(names)}; all if none")
-    add("--devices", type=int, help="most devices to use; if not given, all, up to 8")
+    add("--devices", type=int, help="most devices to use; if not given, up to 8, which divide the batch")
     add("--device-batch", type=int, help="samples for each device; if not given, 8 on CPU, 256 on a GPU")
     add("--steps", type=int, default=10, help="steps that are timed at a stretch (default: 10)")
     add("--repeats", type=int, default=7, help="such stretches, in turn with the alternatives (default: 7)")

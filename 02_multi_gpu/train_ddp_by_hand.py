@@ -5,7 +5,7 @@
 
 You should see one progress bar, whatever the number of processes, and the RMSE that one process gives.
 `train.py` beside this file does the same with Lightning. Read this one first: it opens with chapter 1's loop
-and the six lines that data parallelism adds. Below them, what chapter 1 has, for a rank's share of each batch.
+and the lines that data parallelism adds, DDP 1 to 5; the sixth is in `validate`. The rest is what chapter 1 has.
 """
 
 import argparse

@@ -22,7 +22,7 @@ CHAPTER = book.ROOT / "02_multi_gpu"
 LAUNCH = CHAPTER / "launch"
 TORCHRUN_SH = ["bash", LAUNCH / "torchrun.sh"]
 SMALL = "--patch-size 16 --batch-size 4 --max-steps 12 --checkpoint-every 3".split()
-TOLERANCE = {"rtol": 1e-3, "atol": 5e-5}  # of weights after 12 steps, as in test_02_multi_gpu.py
+TOLERANCE = {"rtol": 1e-3, "atol": 5e-5}  # of weights after 12 steps in single precision
 
 thorough = pytest.mark.thorough
 
