@@ -296,7 +296,7 @@ class FillGaps(LightningModule):
         self.save_hyperparameters()  # into each checkpoint: load_from_checkpoint needs nothing else
         torch.manual_seed(options["seed"])
         self.model = UNet(len(std))
-        self.mean_squares = nn.ModuleList(MeanMetric() for _ in pools)  # sums over the batches
+        self.mean_squares = nn.ModuleList(MeanMetric() for _ in pools)  # sums over all batches
 
     def training_step(self, batch: dict, batch_idx: int) -> torch.Tensor:
         loss = masked_loss(self.model(batch["input"]), batch)

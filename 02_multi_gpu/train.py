@@ -312,7 +312,7 @@ class FillGaps(LightningModule):
         self.save_hyperparameters()  # into each checkpoint: load_from_checkpoint needs nothing else
         torch.manual_seed(options["seed"])  # the same weights on every rank
         self.model = UNet(len(std))
-        self.mean_squares = nn.ModuleList(MeanMetric() for _ in pools)  # sums over batches, then ranks
+        self.mean_squares = nn.ModuleList(MeanMetric() for _ in pools)  # sums over all batches
         self.sums = 0
 
     def training_step(self, batch: dict, batch_idx: int) -> torch.Tensor:
@@ -394,7 +394,7 @@ def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
 def measure(waits: list[float], works: list[float], batch_size: int, accumulate: int) -> dict:
     """Samples/s of the loop, the share of its time spent waiting for data, and the process's peak memory.
 
-    From the seconds of each micro-batch; the first step starts everything up and does not count, and alone gives None.
+    From the seconds of each batch; the first step starts everything up and does not count, and alone gives None.
     On a GPU they end when its kernels are queued, and not when they are done: chapter 5 times those.
     """
     wait, seconds = sum(waits[accumulate:]), sum(waits[accumulate:] + works[accumulate:])
@@ -456,11 +456,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             refuse(f"--{name.replace('_', '-')} {value}: too small; give at least {least}")
     on_gpu = args.accelerator != "cpu" and torch.accelerator.is_available()
     found = torch.accelerator.device_count() if on_gpu else os.cpu_count()
-    if args.accelerator == "gpu" and not on_gpu:
+    if args.accelerator == "gpu" and not torch.accelerator.is_available():
         refuse("--accelerator gpu: this machine has none; give auto or cpu")
     if (args.devices or 1) > found:
-        kind = "GPUs" if on_gpu else "cores"
-        refuse(f"--devices {args.devices}: give at most {found}, the {kind} there are")
+        refuse(f"--devices {args.devices}: give up to {found}, the {'GPUs' if on_gpu else 'cores'} there are")
     launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
     args.devices = args.devices or int(launched or (found if on_gpu else 1))
     nodes = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES")

@@ -447,7 +447,7 @@ def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
 def measure(waits: list[float], works: list[float], batch_size: int, accumulate: int) -> dict:
     """Samples/s of the loop, the share of its time spent waiting for data, and the process's peak memory.
 
-    From the seconds of each micro-batch; the first step starts everything up and does not count, and alone gives None.
+    From the seconds of each batch; the first step starts everything up and does not count, and alone gives None.
     On a GPU they end when its kernels are queued, and not when they are done: chapter 5 times those.
     """
     wait, seconds = sum(waits[accumulate:]), sum(waits[accumulate:] + works[accumulate:])

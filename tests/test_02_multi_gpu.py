@@ -288,7 +288,7 @@ BAD_INPUT = {  # script, flags, ranks that torchrun has started, what the last l
         LIGHTNING,
         f"--devices {CORES + 1}",
         None,
-        f"--devices {CORES + 1}: give at most {CORES}, the cores there are",
+        f"--devices {CORES + 1}: give up to {CORES}, the cores there are",
     ),
     "no device": (LIGHTNING, "--devices 0", None, "--devices 0: too small; give at least 1"),
     "a batch too small": (
