@@ -71,8 +71,8 @@ def open_fields(store: str, variables: list[str]) -> xr.DataArray:
     """
     try:
         with xr.open_dataset(store) as file:
-            names = list(file.data_vars)
-            dataset = file[[name for name in variables if name in names]].load().squeeze(drop=True)
+            dims = {name: ", ".join(map(str, file[name].dims)) for name in file.data_vars}
+            dataset = file[[name for name in variables if name in dims]].load().squeeze(drop=True)
     except (OSError, ValueError) as error:
         refuse(f"--store {store}: cannot be read ({type(error).__name__}); give a whole NetCDF file")
     for dimension, signs in DIMENSIONS.items():
@@ -81,9 +81,9 @@ def open_fields(store: str, variables: list[str]) -> xr.DataArray:
             if signs & {name.lower(), about.get("standard_name"), about.get("axis"), about.get("units")}:
                 dataset = dataset.rename({name: dimension})
     for name in variables:
-        if name not in names or set(dataset[name].dims) != set(DIMENSIONS):
-            choice = f"choose from {', '.join(names)}"
-            refuse(f"--variables {name}: not in {store} over {', '.join(DIMENSIONS)}; {choice}")
+        if name not in dims or not set(dataset[name].dims) == set(DIMENSIONS) <= set(dataset.indexes):
+            found = "; ".join(f"{name} ({over})" for name, over in dims.items())
+            refuse(f"--variables {name}: not in {store} on {', '.join(DIMENSIONS)} alone; it has {found}")
     across = np.unwrap(dataset.longitude, period=360)  # of a region across 0 or 180 degrees
     dataset = dataset.assign_coords(longitude=across).sortby([*DIMENSIONS])
     fields = dataset[variables].to_dataarray("variable").astype("float32")
@@ -95,21 +95,21 @@ def open_fields(store: str, variables: list[str]) -> xr.DataArray:
 def prepare(args: argparse.Namespace) -> xr.Dataset:
     """The anomalies, each variable over its std, and what leads back from them to the fields: all from the
     training times. A cell is masked, and its anomaly zero, where a variable has no value at any of them."""
-    fields, train_times = open_fields(args.store, args.variables), []
+    fields, taken = open_fields(args.store, args.variables), []
     for name in ("train_times", "validation_times", "test_times"):
         (first, last), times = getattr(args, name), []
         with suppress(TypeError, ValueError):  # not dates
             times = fields.time.sel(time=slice(first, last)).values
-        if not len(times) or np.isin(times, train_times).any():
+        if not len(times) or np.isin(times, taken).any():
             span = " to ".join(str(time)[:10] for time in fields.time.values[[0, -1]])
-            remedy = "give some that are not for training" if len(times) else f"{args.store} has {span}"
+            remedy = "give times that no other set has" if len(times) else f"{args.store} has {span}"
             refuse(f"--{name.replace('_', '-')} {first} {last}: {remedy}")
-        train_times = times if name == "train_times" else train_times
-    training = fields.sel(time=train_times)
+        taken = [*taken, *times]
+    training = fields.sel(time=slice(*args.train_times))
     valid = training.notnull().any("time").all("variable")
     climatology = training.groupby("time.month").mean().reindex(month=range(1, 13))
     anomalies = fields.groupby("time.month") - climatology
-    std = anomalies.sel(time=train_times).where(valid).std(("time", "latitude", "longitude"))
+    std = anomalies.sel(time=training.time).where(valid).std(("time", "latitude", "longitude"))
     anomalies = (anomalies / std).where(valid, 0).transpose(*fields.dims)
     if not valid.any():
         refuse(f"--train-times {' '.join(args.train_times)}: a variable has no value in them; give others")
@@ -364,11 +364,11 @@ class StepCheckpoint(ModelCheckpoint):
 def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
     """Map the truth of sample 0, what was seen, the fill and its error; prediction is (variables, H, W), scaled.
 
-    Two variables of one unit are drawn as a vector, by its length; of others, the first is drawn.
+    Two variables in m/s are drawn as a vector, by its length; of others, the first is drawn.
     """
     (mean, anomaly), unseen = patches.fields(0, 0), patches[0, 0]["unseen"][0] > 0
     error = np.where(unseen, patches.std * prediction - anomaly, 0)
-    is_vector = len(mean) == 2 and len(patches.pools) == 1
+    is_vector = len(mean) == 2 and [*patches.pools] == ["m/s"]
     truth, filled, error = (
         np.hypot(*field) if is_vector else field[0]
         for field in (mean + anomaly, mean + anomaly + error, error)
@@ -412,8 +412,8 @@ def report(figures: dict, args: argparse.Namespace, picture: Path) -> None:
     rmse, rival = figures["rmse"]["U-Net"], figures["rmse"][RIVAL]
     print(f"\nRMSE over the unseen cells of {' to '.join(args.test_times)}, {', '.join(rmse)}")
     for name, row in figures["rmse"].items():
-        print(f"  {name:24}", *(f"{value:8.3f}" for value in row.values()))
-    print(f"  against {RIVAL} ", *(f"{rmse[unit] / rival[unit] - 1:+8.1%}" for unit in rmse))
+        print(f"  {name:30}", *(f"{value:8.3f}" for value in row.values()))
+    print(f"  against {RIVAL}", *(f"{rmse[unit] / rival[unit] - 1:+8.1%}" for unit in rmse))
     if figures["samples_per_second"]:
         share = f"{figures['data_wait_share']:.1%} of the time waiting for data"
         print(f"{figures['samples_per_second']:.1f} samples/s, {share}")
@@ -461,6 +461,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if (args.devices or 1) > found:
         refuse(f"--devices {args.devices}: give up to {found}, the {'GPUs' if on_gpu else 'cores'} there are")
     launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
+    if launched and args.devices not in (None, int(launched)):
+        refuse(f"--devices {args.devices}: the launcher has {launched} on each node; leave --devices out")
     args.devices = args.devices or int(launched or (found if on_gpu else 1))
     nodes = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES")
     args.num_nodes = args.num_nodes or int(nodes or 1)

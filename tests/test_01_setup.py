@@ -685,6 +685,7 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "empty.nc").write_bytes(b"")
     dataset = xr.load_dataset(STORE)
     dataset.isel(time=0, drop=True).to_netcdf(folder / "timeless.nc")
+    dataset.drop_vars("latitude").to_netcdf(folder / "unplaced.nc")
     dataset.eastward_wind[50, 10, 10] = np.nan
     dataset.to_netcdf(folder / "hole.nc")
     return {path.stem: path for path in folder.iterdir()}
@@ -696,10 +697,24 @@ BAD_INPUT = {
     "truncated": ("--store {truncated}", r"--store \S+truncated.nc: .*; give a whole NetCDF file"),
     "empty": ("--store {empty}", r"--store \S+empty.nc: .*; give a whole NetCDF file"),
     "NaN": ("--store {hole}", r"--store \S+: NaN or infinity at 1986-03-18; fill the hole"),
-    "no such variable": ("--variables u v", r"--variables u: not in .*; choose from eastward_wind, "),
-    "no time": ("--store {timeless}", r"--variables eastward_wind: not in .*; choose from eastward_wind, "),
+    "no such variable": (
+        "--variables u v",
+        r"--variables u: not in .*; it has eastward_wind \(time, latitude, longitude\); ",
+    ),
+    "no time": ("--store {timeless}", r"--variables eastward_wind: not in .*; it has eastward_wind \("),
     "times not there": ("--train-times 2001 2002", r"--train-times 2001 2002: .* has 1982-01-16 to 1992-12-"),
-    "times of training": ("--test-times 1989 1991", r"--test-times 1989 1991: give some that are not for tr"),
+    "times of training": (
+        "--test-times 1989 1991",
+        r"--test-times 1989 1991: give times that no other set has",
+    ),
+    "times of validation": (
+        "--test-times 1990 1992",
+        r"--test-times 1990 1992: give times that no other set has",
+    ),
+    "no coordinates": (
+        "--store {unplaced}",
+        r"--variables eastward_wind: not in .* on time, latitude, longitude",
+    ),
     "no test times": ("--test-times 1993 1993", r"--test-times 1993 1993: .* has 1982-01-16 to 1992-12-"),
     "no date": ("--validation-times then now", r"--validation-times then now: .* has 1982-01-16 to "),
     "too few months": (

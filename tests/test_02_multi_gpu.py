@@ -290,6 +290,12 @@ BAD_INPUT = {  # script, flags, ranks that torchrun has started, what the last l
         None,
         f"--devices {CORES + 1}: give up to {CORES}, the cores there are",
     ),
+    "other devices than the launcher's": (
+        LIGHTNING,
+        "--devices 1",
+        2,
+        "--devices 1: the launcher has 2 on each node; leave --devices out",
+    ),
     "no device": (LIGHTNING, "--devices 0", None, "--devices 0: too small; give at least 1"),
     "a batch too small": (
         LIGHTNING,
