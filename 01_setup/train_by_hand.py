@@ -308,7 +308,7 @@ def train_step(model: nn.Module, optimizer, schedule, batch: dict[str, torch.Ten
 
 
 def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
-    """Map the truth of sample 0, what was seen, the fill and its error; prediction is (variables, H, W), scaled.
+    """Map sample 0: truth, what was seen, the fill and its error; prediction (variables, H, W) is scaled.
 
     Two variables in m/s are drawn as a vector, by its length; of others, the first is drawn.
     """
@@ -340,8 +340,8 @@ def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
 def measure(waits: list[float], works: list[float], batch_size: int) -> dict:
     """Samples/s of the loop, the share of its time spent waiting for data, and the process's peak memory.
 
-    From the seconds of each batch; the first step starts everything up and does not count, and alone gives None.
-    On a GPU they end when its kernels are queued, and not when they are done: chapter 5 times those.
+    From the seconds of each batch. The first step starts everything up and does not count; alone, it
+    gives None. On a GPU they end when kernels are queued, not when they are done: chapter 5 times those.
     """
     wait, seconds = sum(waits[1:]), sum(waits[1:] + works[1:])
     samples = batch_size * (len(works) - 1)

@@ -51,7 +51,7 @@ DIMENSIONS = {  # a name, standard_name, axis or units by which each is known
 TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8
 DECISIVE = "variables train_times validation_times test_times patch_size batch_size accumulate"
 DECISIVE += " max_steps learning_rate seed"  # what a run and the one that resumes it share
-BASE_BATCH = 8  # the global batch for which the default learning rate was chosen
+BASE_BATCH, RULES = 8, {"none": 0, "sqrt": 0.5, "linear": 1}  # batch of the default rate; powers of growth
 RIVAL = "interpolated anomalies"  # the baseline to beat
 JUDGED_SAMPLES, JUDGE_SEED = 96, 1991  # not --seed: every run is judged on the same patches
 ORDER_STREAM, PATCH_STREAM = 1, 2  # each use of randomness has its own: adding one never shifts another
@@ -415,7 +415,7 @@ def validate(model: nn.Module, patches: Patches, device: torch.device) -> dict[s
 
 
 def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
-    """Map the truth of sample 0, what was seen, the fill and its error; prediction is (variables, H, W), scaled.
+    """Map sample 0: truth, what was seen, the fill and its error; prediction (variables, H, W) is scaled.
 
     Two variables in m/s are drawn as a vector, by its length; of others, the first is drawn.
     """
@@ -447,8 +447,8 @@ def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
 def measure(waits: list[float], works: list[float], batch_size: int, accumulate: int) -> dict:
     """Samples/s of the loop, the share of its time spent waiting for data, and the process's peak memory.
 
-    From the seconds of each batch; the first step starts everything up and does not count, and alone gives None.
-    On a GPU they end when its kernels are queued, and not when they are done: chapter 5 times those.
+    From the seconds of each batch. The first step starts everything up and does not count; alone, it
+    gives None. On a GPU they end when kernels are queued, not when they are done: chapter 5 times those.
     """
     wait, seconds = sum(waits[accumulate:]), sum(waits[accumulate:] + works[accumulate:])
     samples = batch_size * (len(works) // accumulate - 1)
@@ -493,7 +493,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--log-every", type=int, default=10, help="steps between lines of the log")
     add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
     add("--accumulate", type=int, default=1, help="micro-batches in which a rank computes its slice")
-    add("--learning-rate-rule", choices=("none", "sqrt", "linear"), default="none", help="for batches over 8")
+    add("--learning-rate-rule", choices=RULES, default="none", help="for batches over 8")
     add("--timeout", type=int, default=300, help="seconds to wait for another rank before giving up")
     add("--num-workers", type=int, default=0, help="processes that prepare batches, for each rank; 0: none")
     add("--seed", type=int, default=0, help="decides weights, order, patches and swaths")
@@ -517,8 +517,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.batch_size < ranks * args.accumulate:
         reason = f"{ranks} ranks x {args.accumulate} micro-batches need at least {ranks * args.accumulate}"
         refuse(f"--batch-size {args.batch_size}: {reason}")
-    ratio = args.batch_size / BASE_BATCH
-    args.learning_rate *= {"none": 1, "sqrt": math.sqrt(ratio), "linear": ratio}[args.learning_rate_rule]
+    args.learning_rate *= (args.batch_size / BASE_BATCH) ** RULES[args.learning_rate_rule]
     if Path(args.output_dir).is_file():
         refuse(f"--output-dir {args.output_dir}: a file; give a folder")
     last = Path(args.output_dir, "last.ckpt")

@@ -98,10 +98,8 @@ def test_several_ranks_end_at_the_weights_of_one(script: str, ranks: int, whole)
     assert_same_but_for_rounding(whole(script, ranks), whole(script, 1))
 
 
-@pytest.mark.parametrize(
-    ("script", "ranks"),
-    [(LIGHTNING, 1), (LIGHTNING, 2), (BY_HAND, 2), pytest.param(BY_HAND, 1, marks=thorough)],
-)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_accumulation_changes_nothing(script: str, ranks: int, whole, tmp_path: Path) -> None:
     train(script, ranks, tmp_path, "--accumulate", 3)
     assert_same_but_for_rounding(tmp_path, whole(script, 1))
