@@ -33,9 +33,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric
 
-with suppress(ImportError):  # Windows has none
-    import resource
-
 # What you change for data of your own, here or by flags.
 HERE = Path(__file__).parent
 STORE, OUTPUTS = HERE / "data/navy_winds.nc", HERE / "outputs" / Path(__file__).stem
@@ -65,9 +62,10 @@ def open_fields(store: str, variables: list[str]) -> xr.DataArray:
     try:
         with xr.open_dataset(store) as file:
             dims = {name: ", ".join(map(str, file[name].dims)) for name in file.data_vars}
-            dataset = file[[name for name in variables if name in dims]].load().squeeze(drop=True)
+            dataset = file[[name for name in dims if name in variables]].load()
     except (OSError, ValueError) as error:
         refuse(f"--store {store}: cannot be read ({type(error).__name__}); give a whole NetCDF file")
+    dataset = dataset.squeeze().reset_coords(drop=True)  # a lone level, the start of a forecast
     for dimension, signs in DIMENSIONS.items():
         for name in list(dataset.indexes):
             about = dataset[name].attrs
@@ -85,31 +83,6 @@ def open_fields(store: str, variables: list[str]) -> xr.DataArray:
     return fields.transpose("time", "variable", "latitude", "longitude")
 
 
-def prepare(args: argparse.Namespace) -> xr.Dataset:
-    """The anomalies, each variable over its std, and what leads back from them to the fields: all from the
-    training times. A cell is masked, and its anomaly zero, where a variable has no value at any of them."""
-    fields, taken = open_fields(args.store, args.variables), []
-    for name in ("train_times", "validation_times", "test_times"):
-        (first, last), times = getattr(args, name), []
-        with suppress(TypeError, ValueError):  # not dates
-            times = fields.time.sel(time=slice(first, last)).values
-        if not len(times) or np.isin(times, taken).any():
-            span = " to ".join(str(time)[:10] for time in fields.time.values[[0, -1]])
-            remedy = "give times that no other set has" if len(times) else f"{args.store} has {span}"
-            refuse(f"--{name.replace('_', '-')} {first} {last}: {remedy}")
-        taken = [*taken, *times]
-    training = fields.sel(time=slice(*args.train_times))
-    valid = training.notnull().any("time").all("variable")
-    climatology = training.groupby("time.month").mean().reindex(month=range(1, 13))
-    anomalies = fields.groupby("time.month") - climatology
-    std = anomalies.sel(time=training.time).where(valid).std(("time", "latitude", "longitude"))
-    anomalies = (anomalies / std).where(valid, 0).transpose(*fields.dims)
-    if not valid.any():
-        refuse(f"--train-times {' '.join(args.train_times)}: a variable has no value in them; give others")
-    parts = {"anomalies": anomalies, "climatology": climatology, "std": std, "valid": valid}
-    return xr.Dataset(parts, attrs={"store": args.store})
-
-
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, n_times: int) -> np.ndarray:
     """The order in which an epoch visits the times, (n_times,): each of them once."""
@@ -122,16 +95,14 @@ def swath_mask(rng: np.random.Generator, size: int) -> np.ndarray:
     across = column + rng.choice((-1, 1)) * TRACK_SLOPE * row + rng.uniform(0, TRACK_SPACING)
     orbit, offset = np.divmod(across, TRACK_SPACING)
     lost = rng.random(np.ptp(orbit).astype(int) + 1) < LOST_PASSES
-    inside = offset < SWATH_WIDTH
-    seen = inside & ~lost[(orbit - orbit.min()).astype(int)]
-    return seen if seen.sum() >= size else inside  # of a small patch, every pass may be lost
+    return (offset < SWATH_WIDTH) & ~lost[(orbit - orbit.min()).astype(int)]
 
 
 class Patches(Dataset):
     """Patches of the anomalies and their swaths, addressed by (step, k): sample k of global step `step`."""
 
     def __init__(self, data: xr.Dataset, patch_size: int, batch_size: int, seed: int):
-        """Take data as prepare returns them; refuse a patch too large, and a NaN that is not masked."""
+        """Take anomalies, climatology, std and valid cells; refuse a patch larger than the grid."""
         self.times, self.months = data.time.values, data.time.dt.month.values - 1
         self.latitude, self.longitude = data.latitude.values, data.longitude.values
         self.anomalies, self.climatology = data.anomalies.values, data.climatology.values
@@ -142,13 +113,8 @@ class Patches(Dataset):
         if patch_size % 4 or patch_size > min(self.valid.shape):
             remedy = f"give a multiple of 4 up to {min(self.valid.shape) // 4 * 4}"
             refuse(f"--patch-size {patch_size}: the grid is {self.valid.shape}; {remedy}")
-        finite = np.isfinite(self.anomalies).all(axis=(1, 2, 3))
-        if not finite.all():
-            hole = f"NaN or infinity at {str(self.times[~finite][0])[:10]}"
-            cure = "fill the hole, or give --train-times that month in several years"
-            refuse(f"--store {data.attrs['store']}: {hole}; {cure}")
-        west, *_, east = self.longitude
-        is_global = abs(east - west + self.longitude[1] - west - 360) < (self.longitude[1] - west) / 2
+        self.spacing = self.longitude[1] - self.longitude[0]
+        is_global = abs(self.longitude[-1] - self.longitude[0] + self.spacing - 360) < self.spacing / 2
         self.last_column = len(self.longitude) - (1 if is_global else patch_size)  # else no seam to cross
 
     def sample(self, step: int, k: int) -> tuple[int, int, int, np.ndarray]:
@@ -202,18 +168,34 @@ class StepSampler(Sampler):
 
 
 def make_patches(args: argparse.Namespace) -> tuple[Patches, Patches, Patches]:
-    """Patches to train on, to validate on and to test on."""
-    data, size = prepare(args), args.patch_size
-    training, validation, test = (
-        data.sel(time=slice(*times)) for times in (args.train_times, args.validation_times, args.test_times)
-    )
-    judging = (Patches(part, size, JUDGED_SAMPLES, JUDGE_SEED) for part in (validation, test))
-    return Patches(training, size, args.batch_size, args.seed), *judging
+    """Patches to train on, to validate on and to test on.
 
-
-def judging_batches(patches: Patches) -> DataLoader:
-    """The patches on which every run is judged."""
-    return DataLoader(patches, sampler=[(0, k) for k in range(JUDGED_SAMPLES)], batch_size=32)
+    Climatology, standard deviation and masked cells, where a variable has no value, are the training times'.
+    """
+    fields, taken, sets = open_fields(args.store, args.variables), [], []
+    for name in ("train_times", "validation_times", "test_times"):
+        (first, last), times = getattr(args, name), []
+        with suppress(TypeError, ValueError):  # not dates
+            times = fields.time.sel(time=slice(first, last)).values
+        if not len(times) or np.isin(times, taken).any():
+            span = " to ".join(str(time)[:10] for time in fields.time.values[[0, -1]])
+            refuse(f"--{name.replace('_', '-')} {first} {last}: give dates of {span} that no other set has")
+        taken, sets = [*taken, *times], [*sets, times]
+    training = fields.sel(time=sets[0])
+    valid = training.notnull().any("time").all("variable")
+    climatology = training.groupby("time.month").mean().reindex(month=range(1, 13))
+    anomalies = fields.groupby("time.month") - climatology
+    std = anomalies.sel(time=sets[0]).where(valid).std(("time", "latitude", "longitude"))
+    anomalies = (anomalies / std).where(valid, 0).sel(time=taken).transpose(*fields.dims)
+    if not valid.any():
+        refuse(f"--train-times {' '.join(args.train_times)}: a variable has no value in them; give others")
+    finite = np.isfinite(anomalies).all(fields.dims[1:])
+    if not finite.all():
+        hole = f"NaN or infinity at {str(anomalies.time[~finite].values[0])[:10]}"
+        refuse(f"--store {args.store}: {hole}; fill it, or give --train-times that month in several years")
+    data = xr.Dataset({"anomalies": anomalies, "climatology": climatology, "std": std, "valid": valid})
+    judging = [Patches(data.sel(time=s), args.patch_size, JUDGED_SAMPLES, JUDGE_SEED) for s in sets[1:]]
+    return Patches(data.sel(time=sets[0]), args.patch_size, args.batch_size, args.seed), *judging
 
 
 def baselines(patches: Patches) -> dict[str, dict[str, float]]:
@@ -283,9 +265,8 @@ def masked_loss(prediction: torch.Tensor, batch: dict[str, torch.Tensor]) -> tor
 def learning_rate_factor(step: int, max_steps: int) -> float:
     """Warm-up in a straight line over a tenth of the run, then a half cosine down to zero."""
     warmup = max(1, max_steps // 10)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, max_steps - warmup)))
+    phase = math.pi * max(0, step - warmup) / max(1, max_steps - warmup)
+    return min(1, (step + 1) / warmup) * 0.5 * (1 + math.cos(phase))
 
 
 class FillGaps(LightningModule):
@@ -326,29 +307,21 @@ class FillGaps(LightningModule):
 
 
 def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
-    """Map sample 0: truth, what was seen, the fill and its error; prediction (variables, H, W) is scaled.
-
-    Two variables in m/s are drawn as a vector, by its length; of others, the first is drawn.
-    """
+    """Map sample 0, its wind's speed or else its first variable; prediction (variables, H, W) is scaled."""
     (mean, anomaly), unseen = patches.fields(0, 0), patches[0, 0]["unseen"][0] > 0
     error = np.where(unseen, patches.std * prediction - anomaly, 0)
-    is_vector = len(mean) == 2 and [*patches.pools] == ["m/s"]
-    truth, filled, error = (
-        np.hypot(*field) if is_vector else field[0]
-        for field in (mean + anomaly, mean + anomaly + error, error)
-    )
+    is_wind, fields = patches.pools == {"m/s": [0, 1]}, (mean + anomaly, mean + anomaly + error, error)
+    truth, filled, error = (np.hypot(*field) if is_wind else field[0] for field in fields)
     panels = {"truth": truth, "seen by the satellite": np.where(unseen, np.nan, truth)}
     panels |= {"filled by the network": filled, "error of the fill": np.where(unseen, abs(error), np.nan)}
     time, row, column, _ = patches.sample(0, 0)
     y = patches.latitude[row : row + patches.size]
-    x = patches.longitude[column] + np.arange(patches.size) * (patches.longitude[1] - patches.longitude[0])
+    x = patches.longitude[column] + patches.spacing * np.arange(patches.size)
     least, most = np.nanmin(truth), np.nanmax(truth)
     figure = Figure(figsize=(10, 9), layout="constrained")
     for axes, (title, field) in zip(figure.subplots(2, 2).flat, panels.items()):
-        cmap, low, high = ("viridis", least, most)
-        if "error" in title:
-            cmap, low, high = ("magma_r", 0, (most - least) / 3)
-        mesh = axes.pcolormesh(x, y, field, cmap=cmap, vmin=low, vmax=high)
+        hue, low, high = ("magma_r", 0, (most - least) / 3) if "error" in title else ("viridis", least, most)
+        mesh = axes.pcolormesh(x, y, field, cmap=hue, vmin=low, vmax=high)
         axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
         figure.colorbar(mesh, ax=axes, label=next(iter(patches.pools)))
     figure.suptitle(f"{str(patches.times[time])[:7]}, kept from training")
@@ -358,14 +331,16 @@ def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
 def measure(waits: list[float], works: list[float], batch_size: int) -> dict:
     """Samples/s of the loop, the share of its time spent waiting for data, and the process's peak memory.
 
-    From the seconds of each batch. The first step starts everything up and does not count; alone, it
-    gives None. On a GPU they end when kernels are queued, not when they are done: chapter 5 times those.
+    From the seconds of each batch; the first step starts everything up and does not count. On a GPU they
+    end when kernels are queued, not when they are done: chapter 5 times those.
     """
-    wait, seconds = sum(waits[1:]), sum(waits[1:] + works[1:])
-    samples = batch_size * (len(works) - 1)
-    figures = {"samples_per_second": samples / seconds if seconds else None}
-    figures["data_wait_share"] = wait / seconds if seconds else None
-    if "resource" in globals():
+    figures, wait, seconds = {}, sum(waits[1:]), sum(waits[1:] + works[1:])
+    if seconds:  # else no step, or only the first
+        figures["samples_per_second"] = batch_size * (len(works) - 1) / seconds
+        figures["data_wait_share"] = wait / seconds
+    with suppress(ImportError):  # Windows has none
+        import resource
+
         unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
         figures["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     return figures
@@ -378,7 +353,7 @@ def report(figures: dict, args: argparse.Namespace, picture: Path) -> None:
     for name, row in figures["rmse"].items():
         print(f"  {name:30}", *(f"{value:8.3f}" for value in row.values()))
     print(f"  against {RIVAL}", *(f"{rmse[unit] / rival[unit] - 1:+8.1%}" for unit in rmse))
-    if figures["samples_per_second"]:
+    if "samples_per_second" in figures:
         share = f"{figures['data_wait_share']:.1%} of the time waiting for data"
         print(f"{figures['samples_per_second']:.1f} samples/s, {share}")
     memory = figures.get("peak_memory_gb", math.nan)
@@ -425,13 +400,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def check_resumable(checkpoint: str, args: argparse.Namespace) -> int:
     """The step of a checkpoint; refuse one that is not there, or of a run that this one cannot go on with."""
     if not Path(checkpoint).is_file():
-        refuse(f"--resume {checkpoint}: no such file; to start anew, leave --resume out")
+        refuse(f"--resume {checkpoint}: no such file; to start anew, give no --resume")
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
     for name in DECISIVE.split():
         value, before = getattr(args, name), saved.get("hyper_parameters", {}).get("options", {}).get(name)
         if value != before:
-            flag = f"--{name.replace('_', '-')} {value}"
-            refuse(f"{flag}: {checkpoint} has {before}; give that, or leave --resume out")
+            refuse(
+                f"--{name.replace('_', '-')} {value}: {checkpoint} has {before}; give that, or no --resume"
+            )
     return saved["global_step"]
 
 
@@ -445,8 +421,8 @@ def main(argv: list[str] | None = None) -> dict:
     training, validation, test = make_patches(args)
     folder, log = Path(args.output_dir), f"resumed_at_{start}" if args.resume else ""
     model = FillGaps(vars(args), training.std.flatten().tolist(), training.pools)
-    every = {"every_n_train_steps": args.checkpoint_every, "enable_version_counter": False}
-    checkpoints = ModelCheckpoint(folder, "last", **every)
+    every = args.checkpoint_every
+    checkpoints = ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=1,
@@ -459,14 +435,15 @@ def main(argv: list[str] | None = None) -> dict:
         use_distributed_sampler=False,
         enable_model_summary=False,
         profiler=SimpleProfiler(),
-        logger=CSVLogger(folder, "", log, flush_logs_every_n_steps=args.checkpoint_every),
+        logger=CSVLogger(folder, "", log, flush_logs_every_n_steps=every),
         callbacks=[checkpoints, LearningRateMonitor(), TQDMProgressBar(args.log_every)],
     )
     sampler = StepSampler(args, start)
     batches = DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers)
-    trainer.fit(model, batches, judging_batches(validation), ckpt_path=args.resume)
+    judging = partial(DataLoader, sampler=[(0, k) for k in range(JUDGED_SAMPLES)], batch_size=32)
+    trainer.fit(model, batches, judging(validation), ckpt_path=args.resume)
     trainer.save_checkpoint(folder / "last.ckpt")
-    judged = trainer.test(model, judging_batches(test), verbose=False)[0]
+    judged = trainer.test(model, judging(test), verbose=False)[0]
 
     spans = trainer.profiler.recorded_durations
     waits, works = spans["[_TrainingEpochLoop].train_dataloader_next"], spans["run_training_batch"]

@@ -36,6 +36,7 @@ from tqdm import tqdm
 # With several buckets, the all-reduces that PowerSGD starts from callbacks may come in another order on
 # each rank, and gloo then ends the run: "Received data size doesn't match expected size".
 ONE_BUCKET = {"bucket_cap_mb": 100}
+BASE_BATCH = 8  # for which the default learning rate was chosen
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -270,7 +271,7 @@ def compression(bench: Bench) -> list[dict]:
     rows, flags = [], bench.flags
     for name, hook in HOOKS.items():
         for seed in range(bench.args.seeds):
-            rmse, _ = learn(bench, chapter.BASE_BATCH, flags.max_steps, flags.learning_rate, seed, hook)
+            rmse, _ = learn(bench, BASE_BATCH, flags.max_steps, flags.learning_rate, seed, hook)
             rows.append({"hook": name, "steps": flags.max_steps, "seed": seed, "rmse": rmse})
     return rows
 
@@ -300,7 +301,7 @@ def learn(bench: Bench, batch_size: int, steps: int, rate: float, seed: int, hoo
 
 def learning_rates(bench: Bench) -> list[dict]:
     """Four times the global batch: learning-rate rules at equal samples and at equal steps, judged on 1990."""
-    base, large, steps = chapter.BASE_BATCH, 4 * chapter.BASE_BATCH, bench.flags.max_steps
+    base, large, steps = BASE_BATCH, 4 * BASE_BATCH, bench.flags.max_steps
     rules = {"none": 1, "sqrt": 2, "linear": 4}
     cases = [("base", base, steps, 1)]
     cases += [(rule, large, n, factor) for n in (steps // 4, steps) for rule, factor in rules.items()]
@@ -434,7 +435,7 @@ def rounding(args: argparse.Namespace) -> list[dict]:
     """
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     training, *_ = chapter.make_patches(chapter.parse_arguments([]))
-    batch = default_collate([training[0, k] for k in range(chapter.BASE_BATCH)])
+    batch = default_collate([training[0, k] for k in range(BASE_BATCH)])
 
     unseen = batch["unseen"].sum()
 
@@ -565,7 +566,7 @@ def main(argv: list[str] | None = None) -> dict:
         parser.error("timeline: give --accelerator cpu, for a GPU's hooks do not tell its times")
     chosen = args.studies or [name for name in names if not (args.gpu and name == "timeline")]
     args.device_batch = args.device_batch or (256 if args.gpu else 8)
-    dividing = [n for n in range(1, min(found, chapter.BASE_BATCH) + 1) if args.device_batch % n == 0]
+    dividing = [n for n in range(1, min(found, BASE_BATCH) + 1) if args.device_batch % n == 0]
     ranks = args.devices or max(dividing)
     args.devices, args.studies = ranks, [name for name in chosen if name in STUDIES]
     if not 1 <= ranks <= found:
