@@ -2,7 +2,7 @@
 
     uv run python scaling.py                          # every study, about 25 minutes on two CPU cores
     uv run python scaling.py scaling allreduce        # some of them
-    uv run python scaling.py --save-results           # and write results/*.json and results/scaling.png
+    uv run python scaling.py --save-results           # and write results/*.json and two pictures
 
 Alternatives run in turn, so that a machine which slows down for a while slows all of them. On CPU every
 rank has one thread, if its row says nothing else; on GPUs, one GPU. The batches are made beforehand: the loader is chapter 4's subject.
@@ -26,6 +26,7 @@ from time import perf_counter
 
 import torch
 import train_ddp_by_hand as chapter
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -494,7 +495,7 @@ def draw(rows: list[dict]) -> Figure:
     compute = [1e3 * row["compute_seconds"]["median"] for row in rows]
     exposed = [max(0, 1e3 * row["step_seconds"]["median"] - alone) for row, alone in zip(rows, compute)]
     right.barh(labels, compute, color="#0072B2", label="compute")
-    right.barh(labels, exposed, left=compute, color="#CC79A7", label="communication not hidden")
+    right.barh(labels, exposed, left=compute, color="#CC79A7", label="more than under no_sync")
     right.set(xlabel="ms a step (median)")
     right.invert_yaxis()
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False)
@@ -502,6 +503,53 @@ def draw(rows: list[dict]) -> Figure:
         for item in (axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()):
             item.set_fontsize(12)
     return figure
+
+
+def draw_timeline(rows: list[dict]) -> Figure:
+    """What each rank does in a step: above in an ordinary one, below in one with a straggler."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    draw_step(upper, median_step(rows, straggler=False))
+    draw_step(lower, median_step(rows, straggler=True))
+    upper.set_title("An ordinary step", fontsize=12)
+    lower.set_title(f"Rank {max(row['rank'] for row in rows)} is 50 ms late, say, with its data", fontsize=12)
+    lower.set_xlabel("ms since the step began", fontsize=12)
+    handles = upper.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=5, frameon=False, fontsize=12)
+    return figure
+
+
+def median_step(rows: list[dict], straggler: bool) -> list[dict]:
+    """The rows, one a rank, of the step whose length is the median of all with, or without, a straggler."""
+    steps = {}
+    for row in rows:
+        if row["straggler"] == straggler:
+            steps.setdefault(row["step"], []).append(row)
+    ordered = sorted(steps.values(), key=lambda ranks: max(row["optimizer"] for row in ranks))
+    return ordered[len(ordered) // 2]
+
+
+def draw_step(axes: Axes, rows: list[dict]) -> None:
+    """One step: a thick bar of what each rank computes, and thin ones beneath of its all-reduces."""
+    for row in rows:
+        y = -1.4 * row["rank"]
+        ms = {name: 1e3 * row[name] for name in ("data", "forward", "backward", "optimizer")}
+        buckets = [(1e3 * ready, 1e3 * done) for ready, done in row["buckets"]]
+        last = max(ready for ready, _ in buckets)
+        bars = {  # what, from, to, colour
+            "late": (0, ms["data"], "#D55E00"),
+            "forward": (ms["data"], ms["forward"], "#56B4E9"),
+            "backward": (ms["forward"], last, "#0072B2"),
+            "all-reduce, or wait for it": (last, ms["backward"], "#CC79A7"),
+            "optimizer": (ms["backward"], ms["optimizer"], "0.4"),
+        }
+        for name, (begin, end, colour) in bars.items():
+            axes.barh(y, end - begin, 0.5, begin, color=colour, label=None if row["rank"] else name)
+        for number, (ready, done) in enumerate(buckets):  # each below the one before: they overlap
+            axes.barh(y - 0.36 - 0.13 * number, done - ready, 0.1, ready, color="#CC79A7")
+    ranks = [row["rank"] for row in rows]
+    axes.set_yticks([-1.4 * rank for rank in ranks], [f"rank {rank}" for rank in ranks])
+    axes.tick_params(labelsize=12)
 
 
 def work(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
@@ -554,7 +602,7 @@ def main(argv: list[str] | None = None) -> dict:
     add("--repeats", type=int, default=7, help="such stretches, in turn with the alternatives (default: 7)")
     add("--seeds", type=int, default=2, help="seeds of each training run (default: 2)")
     add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute")
-    add("--save-results", action="store_true", help="write results/STUDY.json and results/scaling.png")
+    add("--save-results", action="store_true", help="write results/STUDY.json and the pictures beside them")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.studies if name not in names]:
         parser.error(f"{unknown[0]}: no such study; choose from {', '.join(names)}")
@@ -591,6 +639,8 @@ def main(argv: list[str] | None = None) -> dict:
             (RESULTS / f"{name}{suffix}.json").write_text(json.dumps(results) + "\n")
         if "scaling" in rows:
             draw(rows["scaling"]).savefig(RESULTS / f"scaling{suffix}.png", dpi=110)
+        if "timeline" in rows:
+            draw_timeline(rows["timeline"]).savefig(RESULTS / "timeline.png", dpi=110)
     return rows
 
 

@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> dict:
     sampler = StepSampler(args, start, rank, world_size)  # DDP 4: a slice of each batch for each rank
     batches = iter(DataLoader(training, batch_sampler=sampler, num_workers=args.num_workers))
     name = f"resumed_at_{start}" if args.resume else "metrics"
-    log = open(folder / f"{name}_rank_{rank}.csv", "w", buffering=1)  # who is behind?
+    log = open(folder / f"{name}_rank_{rank}.csv", "w", buffering=1)  # who is slow?
     print("step,loss,learning_rate,wait_seconds,work_seconds,rmse", file=log)
     waits, works = [], []
     steps = range(start, args.max_steps)

@@ -290,7 +290,7 @@ WAYS = {  # and how to cure each
     mean_of_means: "`squares * world_size / unseen`, with the unseen cells of all ranks; slices may then be unequal, too.",
     accumulated_mean_of_means: "Count the unseen cells of all micro-batches on all ranks before the first backward pass.",
     batch_norm: "GroupNorm, which sees one sample at a time; or `nn.SyncBatchNorm.convert_sync_batchnorm(model)`.",
-    batch_norm_buffers: "All-reduce the running means in each step, as SyncBatchNorm does; GroupNorm has none.",
+    batch_norm_buffers: "SyncBatchNorm, whose mean and variance are the whole batch's (here: the mean of the ranks' means); GroupNorm has none.",
     metric: "All-reduce the sums of squares and of weights; then divide, then take the root.",
     padded_validation: "`range(rank, samples, world_size)`: no sample twice. Sums need no equal shares.",
     batch_per_device: "`batch_size = global_batch // world_size`.",

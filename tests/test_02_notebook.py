@@ -1,14 +1,30 @@
-"""Chapter 2's notebook, from top to bottom with few steps, which starts train.py on one device and on two."""
+"""Chapter 2's notebook, from top to bottom with few steps: three runs, one of which averages wrongly, and its pictures."""
 
+import csv
 import re
 from pathlib import Path
 
 import book
+import numpy as np
+
+RUNS = ["one process", "two processes", "wrong"]
+
+
+def losses(log: Path) -> np.ndarray:
+    with log.open(newline="") as file:
+        return np.array([float(row["loss"]) for row in csv.DictReader(file) if row["loss"]])
 
 
 def test_the_notebook_runs_with_reduced_settings(tmp_path: Path) -> None:
-    notebook = book.execute(book.clone(tmp_path) / "02_multi_gpu/notebook.ipynb", {"MAX_STEPS": 4})
+    chapter = book.clone(tmp_path) / "02_multi_gpu"
+    notebook = book.execute(chapter / "notebook.ipynb", {"MAX_STEPS": 4, "PATCH_SIZE": 16})
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
-    assert re.findall(r"(\d process\w*)\nRMSE over the unseen cells", printed) == ["1 process", "2 processes"]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 7
+    assert re.findall(r"(.+)\nRMSE over the unseen cells", printed) == RUNS
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 6
+
+    folder = chapter / "outputs/notebook"
+    one, two = (losses(folder / name / "metrics.csv") for name in ("one_process", "two_processes"))
+    wrong = losses(folder / "wrong/metrics_rank_0.csv")
+    assert len(one) == len(two) == len(wrong) == 4
+    assert abs(wrong / one - 1).max() > 1e-3 > 100 * abs(two / one - 1).max()

@@ -29,6 +29,7 @@ MAX_CHANGED_LINES = 150  # from one chapter's train.py to the next; the design a
 
 MAX_CODE_LINES = {"01_setup": 355, "02_multi_gpu": 410}  # of a train*.py
 MAX_CODE_LINES_ELSEWHERE = 600
+MAX_PAGE_LINES, MAX_PAGE_WORDS = 600, 6_000  # of a walkthrough, without what renders to nothing
 
 HERE = Path(__file__).parent
 READMES = book.files("README.md")
@@ -69,6 +70,13 @@ def test_there_is_something_to_check() -> None:
 def test_what_cog_wrote_is_up_to_date() -> None:
     names = [relative(readme) for readme in READMES]
     require_success(sys.executable, "-m", "cogapp", "--check", *names)
+
+
+@pytest.mark.parametrize("readme", [path for path in READMES if path.parent.name in CHAPTERS], ids=relative)
+def test_a_page_is_read_in_half_an_hour(readme: Path) -> None:
+    rendered = re.sub(r"<!--.*?-->", "", readme.read_text(), flags=re.DOTALL)  # no cog block
+    assert len(rendered.splitlines()) <= MAX_PAGE_LINES
+    assert len(rendered.split()) <= MAX_PAGE_WORDS
 
 
 @pytest.mark.parametrize("markdown", MARKDOWN, ids=relative)
