@@ -194,7 +194,9 @@ def swath_mask(rng: np.random.Generator, size: int) -> np.ndarray:
     across = column + rng.choice((-1, 1)) * TRACK_SLOPE * row + rng.uniform(0, TRACK_SPACING)
     orbit, offset = np.divmod(across, TRACK_SPACING)
     lost = rng.random(np.ptp(orbit).astype(int) + 1) < LOST_PASSES
-    return (offset < SWATH_WIDTH) & ~lost[(orbit - orbit.min()).astype(int)]
+    inside = offset < SWATH_WIDTH
+    seen = inside & ~lost[(orbit - orbit.min()).astype(int)]
+    return seen if seen.sum() >= size else inside  # of a small patch, every pass may be lost
 
 
 class Patches(Dataset):
@@ -506,9 +508,8 @@ def load_checkpoint(checkpoint: str, args: argparse.Namespace) -> dict:
     for name in DECISIVE.split():
         value, before = getattr(args, name), saved.get("options", {}).get(name)
         if value != before:
-            refuse(
-                f"--{name.replace('_', '-')} {value}: {checkpoint} has {before}; give that, or no --resume"
-            )
+            flag = f"--{name.replace('_', '-')} {value}"
+            refuse(f"{flag}: {checkpoint} has {before}; give that, or no --resume")
     return saved
 
 

@@ -330,7 +330,9 @@ def test_the_rmse_and_the_climatologys_are_those_of_a_plain_sum(script: str) -> 
 @pytest.mark.parametrize(
     "size", [64, *(pytest.param(n, marks=thorough) for n in range(16, 73, 4) if n != 64)]
 )
-def test_every_patch_size_that_is_allowed_has_baselines(size: int) -> None:
+def test_every_patch_size_that_is_allowed_has_something_seen_and_baselines(size: int) -> None:
+    masks = [chapter.swath_mask(np.random.default_rng((size, seed)), size) for seed in range(2000)]
+    assert min(mask.sum() for mask in masks) >= size
     figures = chapter.baselines(patches("--patch-size", size)[2])
     assert min(figures, key=lambda name: figures[name]["m/s"]) == chapter.RIVAL
     assert all(1.2 < figure["m/s"] < 2.5 for figure in figures.values())

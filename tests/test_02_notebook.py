@@ -1,18 +1,13 @@
 """Chapter 2's notebook, from top to bottom with few steps: three runs, one of which averages wrongly, and its pictures."""
 
-import csv
 import re
 from pathlib import Path
 
 import book
 import numpy as np
+from runs import losses
 
 RUNS = ["one process", "two processes", "wrong"]
-
-
-def losses(log: Path) -> np.ndarray:
-    with log.open(newline="") as file:
-        return np.array([float(row["loss"]) for row in csv.DictReader(file) if row["loss"]])
 
 
 def test_the_notebook_runs_with_reduced_settings(tmp_path: Path) -> None:
@@ -24,7 +19,6 @@ def test_the_notebook_runs_with_reduced_settings(tmp_path: Path) -> None:
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 6
 
     folder = chapter / "outputs/notebook"
-    one, two = (losses(folder / name / "metrics.csv") for name in ("one_process", "two_processes"))
-    wrong = losses(folder / "wrong/metrics_rank_0.csv")
+    one, two, wrong = (np.array(losses(folder / name)) for name in ("one_process", "two_processes", "wrong"))
     assert len(one) == len(two) == len(wrong) == 4
     assert abs(wrong / one - 1).max() > 1e-3 > 100 * abs(two / one - 1).max()
