@@ -1,34 +1,46 @@
-"""Chapter 3: from scattered NetCDF files to a store that can be trained on from a bucket.
+"""Chapter 3: from scattered NetCDF files to a Zarr store that can be trained on from a bucket.
 
-    uv run python make_store.py                                      # a small store, on this disk: seconds
+    uv run python make_store.py                      # outputs/buckets/winds/small.zarr, 1 degree, 396 days
     uv run python make_store.py --days 3650 --resolution 0.25 --store outputs/buckets/winds/large.zarr
     uv run python make_store.py --source '/data/era5/*.nc' --store s3://bucket/winds.zarr
-    uv run python make_store.py --scheduler tcp://head:8786 ...      # on a Dask cluster that you have
+    uv run python make_store.py --workers 4 ...      # or --scheduler tcp://head:8786, a Dask cluster you have
 
 Without --source it first makes the NetCDF files that everyone starts with: winds at ERA5's layout, from the
 monthly winds of chapter 1 interpolated in space and time, with weather added whose spectrum is stated below.
-Then it opens them as one dataset, writes Zarr region by region with Dask, and verifies what it wrote. Kill it
-whenever you like; the same command goes on with the regions that are missing, and ends with the same bytes.
+It opens them as one dataset, writes Zarr region by region with Dask, and reads all of it back once: every
+value must be what was written, and the same pass sums the statistics that training needs. Kill it whenever
+you like; the same command goes on with the regions that are missing, and ends with the same bytes.
 """
 
 import argparse
 import glob
 import hashlib
-import json
+import math
 import os
-import sys
-from datetime import datetime, timedelta
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
+from time import perf_counter
 
 import dask
-import numcodecs
+import dask.array as da
 import numpy as np
 import xarray as xr
 import zarr
-from dask.distributed import Client, LocalCluster
-from obstore.store import from_url
+from botocore.exceptions import BotoCoreError
+from dask.distributed import Client
+from filelock import FileLock
+from numcodecs import Blosc
+from obstore.auth.boto3 import Boto3CredentialProvider
+from obstore.exceptions import BaseError
+from obstore.store import LocalStore, from_url
+from scipy import fft
 from tqdm import tqdm
-from zarr.codecs import BloscCodec
+from zarr.codecs import BloscCodec, Crc32cCodec
 from zarr.storage import ObjectStore
 
 HERE = Path(__file__).parent
@@ -37,248 +49,447 @@ NAMES = {  # ERA5's names of the wind's components, 10 m above the surface
     "eastward_wind": "10m_u_component_of_wind",
     "northward_wind": "10m_v_component_of_wind",
 }
-TRAIN_YEARS = slice("1982", "1990")
-DIMS = ("time", "latitude", "longitude")
-FIRST_DAY, DAYS = datetime(1982, 1, 1), 4018  # 1982 to 1992, as in chapter 1
-
+FIRST_DAY, DAYS = np.datetime64("1982-01-01", "ns"), 4018  # to the end of 1992, as in chapter 1
+TRAIN_TIMES = ["1982", "1989"]
+DIMENSIONS = {  # a name, standard_name, axis or units by which each is known
+    "time": {"time", "valid_time", "t", "T"},
+    "latitude": {"latitude", "lat", "degrees_north", "degree_north"},
+    "longitude": {"longitude", "lon", "degrees_east", "degree_east"},
+}
 # Weather: a Gaussian random field, isotropic in degrees, whose power falls with the cube of the wavenumber
 # (as the wind's does from some thousand to a few hundred km: Nastrom and Gage 1985,
 # https://doi.org/10.1175/1520-0469(1985)042%3C0950:ACOAWS%3E2.0.CO;2) below 30 degrees, and none above.
 WEATHER_RMS, WEATHER_DEGREES, WEATHER_SLOPE, WEATHER_STREAM = 2.0, 30.0, -3.0, 4
+DECISIVE = "days resolution files variables chunk shard_times zarr_format zstd_level region_times"
+TIMES_A_MONTH, STATISTICS_STREAM = 20, 5  # of which --statistics-to makes its climatology
+BLOCKS = 8  # in which Dask reads and writes a region, side by side
+NAN = np.float32(np.nan)
+refuse = argparse.ArgumentParser(usage=argparse.SUPPRESS).error  # says what to mend, and exits with code 2
 
 
-class InputError(Exception):
-    """Something that the user can mend: the program prints this one line and exits with code 2."""
-
-
-# ------------------------------------------------------------------------- the files everyone starts with
+@lru_cache(maxsize=1)
+def weather_amplitude(rows: int, columns: int, resolution: float) -> np.ndarray:
+    """The amplitude of each mode: power in a ring of wavenumbers is k**slope, in a mode k**(slope - 1)."""
+    per_degree = np.hypot(fft.fftfreq(rows, resolution)[:, None], fft.rfftfreq(columns, resolution))
+    per_degree[per_degree < 1 / WEATHER_DEGREES] = np.inf
+    return (per_degree ** ((WEATHER_SLOPE - 1) / 2)).astype("float32")
 
 
 def weather(day: int, latitudes: int, longitudes: int, resolution: float) -> np.ndarray:
-    """Small-scale wind of a day, (2, latitude, longitude) in m/s: the same on whichever worker makes it."""
-    white = np.random.default_rng((WEATHER_STREAM, day)).standard_normal((2, latitudes, longitudes), "f4")
-    per_degree = np.hypot(
-        np.fft.fftfreq(latitudes, resolution)[:, None], np.fft.rfftfreq(longitudes, resolution)
-    )
-    with np.errstate(divide="ignore"):
-        # power in a ring of wavenumbers ~ k**slope, so power in a mode ~ k**(slope - 1), its root the amplitude
-        amplitude = np.where(per_degree >= 1 / WEATHER_DEGREES, per_degree ** ((WEATHER_SLOPE - 1) / 2), 0)
-    field = np.fft.irfft2(np.fft.rfft2(white) * amplitude, s=(latitudes, longitudes))
-    return (WEATHER_RMS * field / field.std()).astype("float32")
+    """Small-scale wind of a day, (2, latitude, longitude) in m/s: the same whoever makes it."""
+    shape = fft.next_fast_len(latitudes, real=True), longitudes  # 181 is prime, thus slow
+    white = np.random.default_rng((WEATHER_STREAM, day)).standard_normal((2, *shape), "float32")
+    field = fft.irfft2(fft.rfft2(white) * weather_amplitude(*shape, resolution), s=shape)
+    return (WEATHER_RMS / field.std() * field)[:, :latitudes]
 
 
-def winds_of(day: int, resolution: float, monthly: xr.Dataset) -> xr.Dataset:
-    """The winds of a day at ERA5's layout: latitude from north to south, longitude from 0."""
-    time = np.datetime64(FIRST_DAY + timedelta(days=day), "ns")
-    latitude = np.linspace(90, -90, round(180 / resolution) + 1)
-    longitude = np.arange(round(360 / resolution)) * resolution
-    middle = monthly.time + np.timedelta64(15, "D")
-    smooth = monthly.assign_coords(time=middle).interp(time=time, kwargs={"fill_value": "extrapolate"})
-    smooth = smooth.interp(latitude=latitude, longitude=longitude, kwargs={"fill_value": "extrapolate"})
-    added = weather(day, len(latitude), len(longitude), resolution)
-    fields = {
-        NAMES[name]: (DIMS, (smooth[name].values + part).astype("float32")[None], {"units": "m s**-1"})
-        for name, part in zip(NAMES, added)
-    }
-    return xr.Dataset(fields, {"time": [time], "latitude": latitude, "longitude": longitude})
+def make_winds(days: np.ndarray, grid: dict[str, np.ndarray], monthly: xr.DataArray) -> np.ndarray:
+    """The winds of some days after FIRST_DAY, (2, time, latitude, longitude), float32."""
+    times = (FIRST_DAY + days).clip(*monthly.time.values[[0, -1]])  # hold the first and the last month
+    rows, columns = map(len, grid.values())
+    added = [weather(day, rows, columns, 180 / (rows - 1)) for day in days.astype(int)]
+    return (monthly.interp(time=times, **grid).values + np.stack(added, axis=1)).astype("float32")
 
 
-def open_monthly() -> xr.Dataset:
-    """Chapter 1's winds, padded by a column on each side so that interpolation crosses the seam."""
-    monthly = xr.load_dataset(MONTHLY)[list(NAMES)].astype("float32")
-    monthly = monthly.assign_coords(longitude=monthly.longitude % 360).sortby("longitude").sortby("latitude")
-    padded = monthly.pad(longitude=1, mode="wrap")
-    ends = [monthly.longitude.values[-1] - 360, *monthly.longitude.values, monthly.longitude.values[0] + 360]
-    return padded.assign_coords(longitude=ends)
-
-
-def write_files(days: np.ndarray, resolution: float, folder: Path) -> list[Path]:
-    """Make the NetCDF files, one for each month that has days, unless they are there; in parallel, with Dask."""
-    months: dict[str, list[int]] = {}
-    for day in days.tolist():
-        months.setdefault(f"{FIRST_DAY + timedelta(days=day):%Y-%m}", []).append(day)
-
-    @dask.delayed
-    def write(name: str, days: list[int]) -> None:
-        monthly = open_monthly()
-        month = xr.concat([winds_of(day, resolution, monthly) for day in days], "time", data_vars="minimal")
-        encoding = {
-            name: {"zlib": True, "complevel": 1, "chunksizes": (1, *month[name].shape[1:])} for name in month
-        }
-        write_aside(folder / name, lambda aside: month.to_netcdf(aside, engine="h5netcdf", encoding=encoding))
-
+def make_files(n_days: int, resolution: float) -> list[Path]:
+    """Make the NetCDF files that are missing, one a year; the days are spread evenly over 1982 to 1992."""
+    folder = HERE / f"outputs/files/{n_days}_days_{resolution:g}_degrees"
     folder.mkdir(parents=True, exist_ok=True)
-    files = {f"winds_{month}.nc": part for month, part in months.items()}
-    dask.compute(*(write(name, part) for name, part in files.items() if not (folder / name).exists()))
-    return [folder / name for name in files]
+    days = np.linspace(0, DAYS - 1, n_days).astype("timedelta64[D]")
+    years = (FIRST_DAY + days).astype("datetime64[Y]")
+    rows = round(180 / resolution)
+    grid = {"latitude": np.linspace(90, -90, rows + 1), "longitude": np.arange(2 * rows) * resolution}
+    monthly = xr.load_dataset(MONTHLY)[list(NAMES)].to_dataarray("component").transpose("component", ...)
+    monthly = monthly.assign_coords(longitude=monthly.longitude % 360).sortby("longitude")
+    monthly = monthly.pad(longitude=(0, 1), mode="wrap")  # longitude 0 again, at 360: no seam
+    monthly = monthly.assign_coords(longitude=[*monthly.longitude.values[:-1], 360])
+    files = {year: folder / f"winds_{year}.nc" for year in np.unique(years)}
+    with FileLock(folder / ".lock"):
+        for year, path in tqdm(files.items(), "files", disable=None):
+            if path.exists():
+                continue
+            chosen, winds = days[years == year], []
+            for part in np.array_split(chosen, math.ceil(len(chosen) / BLOCKS)):
+                shape = (2, len(part), *map(len, grid.values()))
+                winds.append(da.from_delayed(dask.delayed(make_winds)(part, grid, monthly), shape, "float32"))
+            fields = zip(NAMES.values(), da.concatenate(winds, axis=1))
+            file = {name: ([*DIMENSIONS], field, {"units": "m s**-1"}) for name, field in fields}
+            file = xr.Dataset(file, {"time": FIRST_DAY + chosen} | grid)
+            aside = path.with_name(f".part-{path.name}")  # what a kill leaves is not taken for whole
+            file.to_netcdf(aside, engine="h5netcdf")
+            os.replace(aside, path)
+    return list(files.values())
 
 
-def write_aside(path: Path, write) -> None:
-    """Let `write` fill another file, then rename it: a kill never leaves half a file that looks whole."""
-    aside = path.with_name(f"part-{path.name}")
-    write(aside)
-    os.replace(aside, path)
+def rename_dimensions(dataset: xr.Dataset) -> xr.Dataset:
+    """Call the dimensions time, latitude and longitude, whatever they are called in the store."""
+    for dimension, signs in DIMENSIONS.items():
+        for name in list(dataset.indexes):
+            about = dataset[name].attrs
+            if signs & {name.lower(), about.get("standard_name"), about.get("axis"), about.get("units")}:
+                dataset = dataset.rename({name: dimension})
+    return dataset
 
 
-# ---------------------------------------------------------------------------------------- from files to Zarr
+def select_fields(file: xr.Dataset, variables: list[str] | None) -> xr.Dataset:
+    """A file's fields, on (time, latitude, longitude) alone; ValueError if it has none, or lacks one."""
+    file = rename_dimensions(file)
+    lone = [name for name, size in file.sizes.items() if size == 1 and name not in DIMENSIONS]
+    file = file.squeeze(lone).reset_coords(drop=True)
+    dims = {name: set(file[name].dims) for name in file.data_vars}
+    fields = {name for name in dims if dims[name] == set(DIMENSIONS) <= set(file.indexes)}
+    if not fields or not fields.issuperset(variables or []):
+        raise ValueError(f"no {variables or 'field'} on {', '.join(DIMENSIONS)} alone; it has {dims}")
+    return file[sorted(variables or fields)].transpose(*DIMENSIONS)
 
 
-def open_files(files: list[Path]) -> xr.Dataset:
-    """Open many files as one dataset, lazily, and fast.
+def open_files(args: argparse.Namespace) -> xr.Dataset:
+    """Open many files as one dataset, lazily and fast: float32 on (time, latitude, longitude)."""
 
-    The arguments say what is known of the files: they follow each other in time, and have the same grid.
-    Without them, xarray compares every coordinate of every file.
-    """
-    known = {"combine": "nested", "concat_dim": "time", "data_vars": "minimal", "coords": "minimal"}
-    return xr.open_mfdataset(files, compat="override", join="override", parallel=True, chunks={}, **known)
+    def check(file: xr.Dataset) -> xr.Dataset:
+        fields = select_fields(file, args.variables)
+        for what in ("data_vars", "latitude", "longitude"):
+            if list(getattr(fields, what)) != list(getattr(expected, what)):
+                raise ValueError(f"{file.encoding['source']} has another {what} than {args.files[0]}")
+        return fields
 
-
-def checksum(region: xr.Dataset) -> str:
-    """SHA-256 of a region's values, variable by variable."""
-    found = hashlib.sha256()
-    for name in sorted(region.data_vars):
-        found.update(np.ascontiguousarray(region[name].transpose(*DIMS).values))
-    return found.hexdigest()
-
-
-def encoding_of(source: xr.Dataset, args: argparse.Namespace) -> dict:
-    """How each variable is cut, compressed and, if asked for, put into shards."""
-    shape = tuple(source.sizes[dim] for dim in DIMS)
-    chunks = tuple(min(size, length) for size, length in zip(args.chunk, shape))
-    common = {"chunks": chunks, "fill_value": np.float32(np.nan)}
-    if args.zarr_format == 2:
-        compressor = numcodecs.Blosc("zstd", args.compression_level, numcodecs.Blosc.BITSHUFFLE)
-        return {name: common | {"compressors": compressor} for name in source.data_vars}
-    codec = BloscCodec(cname="zstd", clevel=args.compression_level, shuffle="bitshuffle")
-    if args.shard_days:
-        whole = (-(-length // chunk) * chunk for length, chunk in zip(shape[1:], chunks[1:]))
-        common["shards"] = (args.shard_days, *whole)
-    return {name: common | {"compressors": codec} for name in source.data_vars}
-
-
-def write_store(source: xr.Dataset, url: str, args: argparse.Namespace) -> None:
-    """Write what is missing of a store, a region of times after another, each in parallel with Dask.
-
-    The root's attributes say which regions are whole, with the checksum of each. They are written last, so a
-    kill leaves a region that is written again and never one that is taken for whole.
-    """
-    store = open_zarr_store(url, args)
     try:
-        root = zarr.open_group(store, mode="r+")
-        done = dict(root.attrs["regions"])
-    except (FileNotFoundError, KeyError):
-        encoding = encoding_of(source, args)
-        source.to_zarr(
-            store,
-            mode="w",
-            compute=False,
-            encoding=encoding,
-            zarr_format=args.zarr_format,
-            consolidated=False,
+        with xr.open_dataset(args.files[0]) as file:
+            expected = select_fields(file, args.variables)
+        source = xr.open_mfdataset(
+            args.files,
+            preprocess=check,
+            combine="by_coords",  # in the order of their times, whatever their names
+            data_vars="minimal",  # with these four, xarray neither loads nor compares what has no time,
+            coords="minimal",
+            compat="override",
+            join="override",  # nor aligns all files with each other: `check` has compared each with the first
+            chunks=dict.fromkeys(DIMENSIONS["time"], math.ceil(args.region_times / BLOCKS)),
+            parallel=bool(args.workers or args.scheduler),
         )
-        root, done = zarr.open_group(store, mode="r+"), {}
-        root.attrs["regions"] = {}
-    size = args.region_days
-    for first in tqdm(range(0, source.sizes["time"], size), "regions", unit="region"):
-        if str(first) in done:
-            continue
-        region = source.isel(time=slice(first, first + size)).drop_vars(("latitude", "longitude"))
-        region = region.chunk({"time": size, "latitude": -1, "longitude": -1}).persist()
-        region.to_zarr(
-            store, region={"time": slice(first, first + size)}, safe_chunks=True, consolidated=False
-        )
-        done[str(first)] = checksum(region)
-        root.attrs["regions"] = done
+    except (OSError, TypeError, ValueError) as error:
+        refuse(f"--source {args.source}: {one_line(error)}; give NetCDF files of one grid")
+    times = source.indexes["time"]
+    if times.dtype.kind != "M" or not (times.is_monotonic_increasing and times.is_unique):
+        refuse(f"--source {args.source}: times repeat, or are no dates of the usual calendar; mend the files")
+    return source.drop_encoding().astype("float32")
 
 
-def open_zarr_store(url: str, args: argparse.Namespace) -> str | ObjectStore:
-    """A folder's path, or an object store behind a URL, with credentials from the usual places."""
-    if "://" not in url:
-        return url
-    return ObjectStore(from_url(url, client_options={"allow_http": True}))
+def one_line(error: Exception) -> str:
+    """What went wrong, the beginning of it; of an error that says nothing, its name."""
+    return " ".join(str(error).split())[:400] or type(error).__name__
 
 
-def write_statistics(store: str | ObjectStore, zarr_format: int) -> None:
-    """Keep with the store what training needs of the training years: mean, standard deviation, climatology."""
-    winds = xr.open_zarr(store, consolidated=False).to_dataarray("component").sel(time=TRAIN_YEARS)
-    found = {
-        "mean": winds.mean(DIMS),
-        "std": winds.std(DIMS),
-        "climatology": winds.groupby("time.month").mean("time"),
-    }
-    statistics = xr.Dataset(found).compute().astype("float32")
-    statistics.to_zarr(store, group="statistics", mode="w", zarr_format=zarr_format, consolidated=False)
+def open_store(args: argparse.Namespace) -> ObjectStore:
+    """A local folder, or what obstore finds behind a URL, with credentials from the usual places."""
+    if "://" not in args.store:
+        return ObjectStore(LocalStore(args.store, mkdir=True, automatic_cleanup=True))
+    options = {}
+    if args.store.startswith("s3://"):
+        with suppress(ValueError, BotoCoreError):  # boto3 finds none: obstore searches by itself
+            options["credential_provider"] = Boto3CredentialProvider(ttl=timedelta(minutes=5))
+    if args.endpoint:
+        options |= {"endpoint": args.endpoint, "client_options": {"allow_http": True}}
+        options |= {"virtual_hosted_style_request": False}  # http://endpoint/bucket/key
+    return ObjectStore(from_url(args.store, **options))
 
 
-def verify(store: str | ObjectStore, args: argparse.Namespace) -> str:
-    """Read everything back: every chunk is there, no value is missing, every region has its checksum.
+def list_objects(store: ObjectStore) -> dict[str, int]:
+    """The size in bytes of each object."""
+    return {found["path"]: found["size"] for page in store.store.list() for found in page}
 
-    Returns the store's identity, a checksum of the checksums. InputError names the first region that differs.
+
+def find_root(store: ObjectStore, args: argparse.Namespace) -> zarr.Group | None:
+    """The root of a store that this command has begun, None if there is nothing; any other is refused."""
+    remedy = "remove it, or give another"
+    try:
+        root = zarr.open_group(store, mode="r+", use_consolidated=False)
+        settings = root.attrs["settings"]
+    except (KeyError, ValueError):
+        if set(list_objects(store)) in (set(), {".zgroup"}, {".zattrs"}):  # Zarr v2's may be half there
+            return None
+        refuse(f"--store {args.store}: was not begun by this script; {remedy}")
+    for name, value in args.settings.items():
+        if value != (begun := settings.get(name)):
+            refuse(f"--store {args.store}: was begun with other {name.replace('_', ' ')}, {begun}; {remedy}")
+    return root
+
+
+def choose_encoding(dataset: xr.Dataset, chunk: list[int], args: argparse.Namespace) -> dict[str, dict]:
+    """How each array is compressed and cut: fields into chunks and, if asked for, shards of whole maps."""
+    if args.zarr_format == 2:  # has no checksum: a flipped bit is read as another value
+        compressors, missing = Blosc("zstd", args.zstd_level, Blosc.BITSHUFFLE), {"_FillValue": NAN}
+    else:  # the checksum is of the bytes as stored: Blosc by itself may crash on an object that was cut
+        blosc = BloscCodec(cname="zstd", clevel=args.zstd_level, shuffle="bitshuffle")
+        compressors, missing = [blosc, Crc32cCodec()], {"fill_value": NAN, "_FillValue": None}
+    packing = {"compressors": compressors, "_FillValue": None}
+    encoding = {name: packing | {"chunks": dataset[name].shape} for name in dataset.coords}
+    for name, field in dataset.data_vars.items():
+        encoding[name] = packing | missing | {"chunks": tuple(map(min, chunk, field.shape))}
+        if "time" in field.dims and args.shard_times:
+            _, *map_chunks = zip(encoding[name]["chunks"], field.shape)
+            whole = (math.ceil(size / cells) * cells for cells, size in map_chunks)
+            encoding[name]["shards"] = (args.shard_times, *whole)
+    if "time" in encoding:
+        encoding["time"]["dtype"] = "int64"  # of the longest unit that is exact
+    return encoding
+
+
+def checksums(name: str, first: int, values: np.ndarray) -> list[str]:
+    """SHA-256 of each map of a field, (time, latitude, longitude), from the store's number `first` on."""
+    maps = enumerate(values, first)
+    return [hashlib.sha256(f"{name} {time} ".encode() + each.tobytes()).hexdigest() for time, each in maps]
+
+
+def combine(found: list[str]) -> str:
+    """One checksum of many, in whatever order they came."""
+    return hashlib.sha256("".join(sorted(found)).encode()).hexdigest()
+
+
+def write_block(block: xr.Dataset, first: int, args: argparse.Namespace) -> list[str]:
+    """Write some times, whole chunks or shards, from the store's number `first` on; return their checksums.
+
+    Runs where Dask chooses, and opens the store there: no credentials are sent. ValueError for infinity.
     """
-    dataset, root = xr.open_zarr(store, consolidated=False), zarr.open_group(store, mode="r")
-    for name in dataset.data_vars:
-        array = root[name]
-        if array.nchunks_initialized != (whole := array._nshards if array.shards else array.nchunks):
-            raise InputError(
-                f"--store {args.store}: {name} has {array.nchunks_initialized} of {whole} chunks"
+    root, found = zarr.open_group(open_store(args), mode="r+", use_consolidated=False), []
+    for name, field in block.data_vars.items():
+        if np.isinf(field.values).any():
+            raise ValueError(
+                f"{name} has infinity, {first} to {first + len(field) - 1} times after the first"
             )
-    regions = root.attrs["regions"]
-    for first, expected in tqdm(regions.items(), "verified", unit="region"):
-        region = dataset.isel(time=slice(int(first), int(first) + args.region_days)).compute()
-        if not all(np.isfinite(region[name]).all() for name in region) or checksum(region) != expected:
-            raise InputError(f"--store {args.store}: the region of time {first} is damaged; remove the store")
-    return hashlib.sha256(json.dumps(regions, sort_keys=True).encode()).hexdigest()[:16]
+        # Chunks of NaN, too: one that is not there is an error.
+        array = root[name].with_config({"write_empty_chunks": True})
+        array[first : first + len(field)] = field.values
+        found += checksums(name, first, field.values)
+    return found
+
+
+def write_store(source: xr.Dataset, root: zarr.Group, args: argparse.Namespace) -> None:
+    """Write what is missing of a store, a region of times after another, each side by side with Dask.
+
+    A region's checksum is recorded when all of it is written: a kill leaves regions that are written again,
+    and never one that is taken for whole.
+    """
+    if "regions" not in root.attrs:  # not all arrays are there
+        for name in list(root.keys()):
+            del root[name]
+        options = {"consolidated": False, "safe_chunks": False}
+        options["encoding"] = choose_encoding(source, args.chunk, args)
+        source.assign_attrs(root.attrs).to_zarr(root.store, mode="a", compute=False, **options)
+        root.attrs["regions"] = {}
+    regions, size = dict(root.attrs["regions"]), args.region_times
+    step = args.unit * math.ceil(size / args.unit / BLOCKS)
+    for first in tqdm(range(0, len(source.time), size), "regions written", disable=None):
+        if str(first) not in regions:
+            region, tasks = source.isel(time=slice(first, first + size)), []
+            for start in range(0, len(region.time), step):
+                block = region.isel(time=slice(start, start + step))
+                tasks.append(dask.delayed(write_block)(block, first + start, args))
+            try:
+                regions[str(first)] = combine(list(chain(*dask.compute(*tasks))))
+            except (RuntimeError, ValueError) as error:  # infinity, or a file that is damaged
+                refuse(f"--source {args.source}: {one_line(error)}; mend the files")
+            root.attrs["regions"] = regions
+
+
+def select_times(time: xr.DataArray, args: argparse.Namespace) -> np.ndarray:
+    """True for the times to train on; refuse if there are none."""
+    first, last = args.train_times
+    with suppress(TypeError, ValueError):  # not dates
+        chosen = np.isin(time, time.sel(time=slice(first, last)))
+        if chosen.any():
+            return chosen
+    span = " to ".join(np.datetime_as_string(time[[0, -1]], unit="D"))
+    refuse(f"--train-times {first} {last}: no such times; give dates of {span}")
+
+
+def verify(root: zarr.Group, args: argparse.Namespace) -> Iterator[tuple[str, slice, np.ndarray]]:
+    """Read everything back: all chunks are there, every region has its checksum. Refuse a damaged store.
+
+    Yields each field's name, times and values, (times, latitude, longitude), region by region.
+    """
+    paths, remedy = list_objects(root.store), "remove the store, and make it anew"
+    arrays = dict(sorted(root.arrays()))
+    for name, array in arrays.items():
+        whole = math.prod(map(math.ceil, np.divide(array.shape, array.shards or array.chunks)))
+        found = sum(path.startswith(f"{name}/") and path[-1].isdigit() for path in paths)
+        if found != whole:
+            refuse(f"--store {args.store}: {name} has {found} of {whole} chunks; {remedy}")
+    for first, expected in tqdm(root.attrs["regions"].items(), "regions verified", disable=None):
+        times, found = slice(int(first), int(first) + args.region_times), []
+        for name in arrays.keys() - DIMENSIONS.keys():
+            try:
+                values = arrays[name][times]
+            except (RuntimeError, ValueError) as error:  # a codec's
+                where = f"{name} is damaged from time {first} on"
+                refuse(f"--store {args.store}: {where} ({one_line(error)}); {remedy}")
+            found += checksums(name, times.start, values)
+            yield name, times, values
+        if combine(found) != expected:
+            refuse(f"--store {args.store}: from time {first} on, not the values written; {remedy}")
+
+
+def compute_statistics(root: zarr.Group, args: argparse.Namespace) -> xr.Dataset:
+    """Climatology and standard deviation of the training times, from the pass that verifies the store.
+
+    A field becomes its climatology, (month, latitude, longitude), NaN where there is none. In its attributes
+    are the number of these times, and the standard deviation of the anomalies over valid cells: those where
+    every field has a value at one of these times at least.
+    """
+    opened = xr.open_zarr(root.store, consolidated=False, chunks=None)
+    training, months = select_times(opened.time, args), opened.time.dt.month.values
+    names, dims = sorted(opened.data_vars), ("month", "latitude", "longitude")
+    shape = len(names), 12, opened.sizes["latitude"], opened.sizes["longitude"]
+    counts, sums, squares = np.zeros(shape, "int32"), np.zeros(shape), np.zeros((shape[0], *shape[2:]))
+    for name, times, values in verify(root, args):
+        i = names.index(name)
+        for month in np.unique(months[times][training[times]]):
+            part = values[training[times] & (months[times] == month)].astype("float64")
+            counts[i, month - 1] += np.isfinite(part).sum(axis=0)
+            sums[i, month - 1] += np.nansum(part, axis=0)
+            squares[i] += np.nansum(part**2, axis=0)
+    means = np.divide(sums, counts, out=np.full(shape, np.nan), where=counts > 0)
+    about_means, valid = squares - np.nansum(sums * means, axis=1), counts.any(axis=1).all(axis=0)
+    std = np.sqrt(about_means[:, valid].sum(axis=1) / counts[:, :, valid].sum(axis=(1, 2)))
+    statistics = xr.Dataset(coords={"month": range(1, 13)} | {dim: opened[dim] for dim in dims[1:]})
+    for i, name in enumerate(names):
+        about = {"std": float(std[i]), "times": int(training.sum())}
+        statistics[name] = (dims, means[i].astype("float32"), about)
+    return statistics.drop_encoding()
+
+
+def write_statistics(statistics: xr.Dataset, root: zarr.Group, group: str, args: argparse.Namespace) -> None:
+    """Keep the statistics in a group of the store, a chunk a month, and all metadata in one object."""
+    options = {"zarr_format": args.zarr_format, "consolidated": False, "write_empty_chunks": True}
+    options["encoding"] = choose_encoding(statistics, [1, 2**30, 2**30], args)
+    statistics.to_zarr(root.store, group=group, mode="w", **options)
+    zarr.consolidate_metadata(root.store).attrs["whole"] = True  # last of all
+
+
+def describe(root: zarr.Group, args: argparse.Namespace) -> dict:
+    """Print what a reader wants to know of a store, in one block, and return it."""
+    fields = [array for name, array in root.arrays() if name not in DIMENSIONS]
+    objects, shards = list_objects(root.store).values(), fields[0].shards
+    sizes = {"raw_bytes": sum(field.nbytes for field in fields), "stored_bytes": sum(objects)}
+    sizes |= {"objects": len(objects), "regions": len(root.attrs["regions"])}
+    print(f"{args.store}: {len(fields)} variables of {fields[0].shape}, {len(objects)} objects")
+    print(f"  chunks of {fields[0].chunks}" + f" in shards of {shards}" * bool(shards))
+    raw, stored = sizes["raw_bytes"], sizes["stored_bytes"]
+    print(f"  {raw / 1e6:.1f} MB, stored in {stored / 1e6:.1f}: {raw / stored:.2f} to 1")
+    return {"store": args.store} | sizes
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    """The flags, with three more: the `files` of --source, the `unit` of times that are written as a whole,
+    and `settings`, all that decides the bytes."""
+    summary, show_defaults = __doc__.splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
     add = parser.add_argument
-    add("--store", default=os.path.relpath(HERE / "outputs/buckets/winds/small.zarr"), help="where to write")
-    add("--source", help="pattern of NetCDF files; without it, files are made")
-    add("--days", type=int, default=396, help=f"spread evenly over {DAYS} days from 1982 on")
-    add("--resolution", type=float, default=1.0, help="degrees")
-    add("--chunk", type=int, nargs=3, default=(1, 128, 128), help="times, latitudes, longitudes")
-    add("--shard-days", type=int, default=0, help="times in a shard, which spans the map; 0: no shards")
-    add("--zarr-format", type=int, choices=(2, 3), default=3, help="version of the format")
-    add("--compression-level", type=int, default=3, help="of zstd")
-    add("--region-days", type=int, default=36, help="times that are written, and checked, at once")
-    add("--scheduler", help="address of a Dask cluster; without it, one is started here")
-    add("--workers", type=int, default=os.cpu_count(), help="processes of that cluster")
-    return parser.parse_args(argv)
+    add("--store", default=os.path.relpath(HERE / "outputs/buckets/winds/small.zarr"), help="folder, or URL")
+    add("--endpoint", metavar="URL", help="of an S3 server other than AWS's")
+    add("--source", help="pattern of NetCDF files; if not given, files are made")
+    add(
+        "--variables", nargs="+", help="of the files; if not given, all on time, latitude and longitude alone"
+    )
+    add("--days", type=int, default=396, help=f"to make, spread evenly over the {DAYS} of 1982 to 1992")
+    add("--resolution", type=float, default=1.0, help="of the files to make, in degrees")
+    add("--patch-size", type=int, default=64, help="cells along a side of the patches that will be read")
+    add("--chunk", type=int, nargs=3, help="times, rows and columns; if not given, 1 and twice the patch")
+    add("--shard-times", type=int, default=0, help="times of the whole map in a shard; 0: no shards")
+    add("--zarr-format", type=int, choices=(2, 3), default=3, help="2 has no checksums")
+    add("--zstd-level", type=int, choices=range(1, 10), default=1, help="of compression: 9 is small and slow")
+    add("--region-times", type=int, default=36, help="times that are written, and checked, at once")
+    train_times = {"nargs": 2, "metavar": ("FIRST", "LAST"), "default": TRAIN_TIMES}
+    add("--train-times", **train_times, help="dates, or years, whose statistics are kept in the store")
+    add("--workers", type=int, default=0, help="processes of Dask on this machine; 0: threads of this one")
+    add("--statistics-to", metavar="FILE", help="only sample the statistics of a store that is there")
+    add("--anonymous", action="store_true", help="with --statistics-to: sign no request")
+    add("--deadline", type=int, default=120, help="with --statistics-to: seconds for which a read is tried")
+    add(
+        "--scheduler", metavar="ADDRESS", help="of a Dask cluster that is there; if not given, none is needed"
+    )
+    args = parser.parse_args(argv)
+    args.chunk = args.chunk or [1, 2 * args.patch_size, 2 * args.patch_size]
+    args.files = sorted(glob.glob(args.source or ""))
+    limits = {
+        "source": (args.files or not args.source, "no such files; give a pattern, in quotes"),
+        "days": (1 <= args.days <= DAYS, f"give 1 to {DAYS}"),
+        "resolution": (
+            0 < args.resolution <= 60 and not 180 / args.resolution % 1,
+            "give degrees that divide 180",
+        ),
+        "patch_size": (args.patch_size >= 1, "give at least 1"),
+        "chunk": (min(args.chunk) >= 1, "give at least 1 each"),
+        "shard_times": (args.shard_times >= 0, "give 0 or more"),
+        "region_times": (args.region_times >= 1, "give at least 1"),
+        "workers": (args.workers >= 0, "give 0 or more"),
+    }
+    for name, (good, remedy) in limits.items():
+        if not good:
+            refuse(f"--{name.replace('_', '-')} {getattr(args, name)}: {remedy}")
+    if args.shard_times % args.chunk[0] or (args.shard_times and args.zarr_format == 2):
+        refuse(f"--shard-times {args.shard_times}: give a multiple of {args.chunk[0]}, and --zarr-format 3")
+    args.unit = args.shard_times or args.chunk[0]
+    args.region_times = args.unit * math.ceil(args.region_times / args.unit)
+    args.settings = {name: getattr(args, name) for name in DECISIVE.split()}
+    about = [(os.path.basename(file), os.path.getsize(file), os.path.getmtime(file)) for file in args.files]
+    args.settings["files"] = hashlib.sha256(repr(about).encode()).hexdigest()  # their content takes too long
+    return args
+
+
+def make_store(args: argparse.Namespace) -> dict:
+    """Make the files, write the store, verify it; go on from wherever an earlier command was killed."""
+    store = open_store(args)
+    root = find_root(store, args)
+    whole = bool(root and root.attrs.get("whole"))
+    if not whole:
+        args.files = args.files or make_files(args.days, args.resolution)
+        source = open_files(args)
+        select_times(source.time, args)  # refused before anything is written
+        if not root:
+            about = {"zarr_format": args.zarr_format, "attributes": {"settings": args.settings}}
+            root = zarr.create_group(store, overwrite=True, **about)
+        for left in [] if "://" in args.store else Path(args.store).rglob("*#*"):
+            left.unlink()  # part of an object, which a kill has left
+        write_store(source, root, args)
+    fields = sorted(name for name, _ in root.arrays() if name not in DIMENSIONS)
+    group = f"statistics/{'_'.join([*fields, *args.train_times])}"
+    if whole and group in zarr.open_group(store, mode="r", use_consolidated=True):
+        print("whole already:")
+    else:
+        write_statistics(compute_statistics(root, args), root, group, args)
+    return describe(root, args)
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """Make the files, write the store, verify it; return its identity and size."""
-    args = parse_arguments(argv)
-    cluster = args.scheduler or LocalCluster(args.workers, threads_per_worker=1, dashboard_address=":0")
-    with Client(cluster) as client:
-        print(f"dashboard: {client.dashboard_link}")
-        if args.source:
-            files = sorted(map(Path, glob.glob(args.source)))
-        else:
-            days = np.unique(np.linspace(0, DAYS - 1, args.days).astype(int))
-            folder = HERE / f"outputs/files/{args.days}_days_{args.resolution:g}_degrees"
-            files = write_files(days, args.resolution, folder)
-        if not files:
-            raise InputError(f"--source {args.source}: no such files")
-        write_store(open_files(files), args.store, args)
-        store = open_zarr_store(args.store, args)
-        identity = verify(store, args)
-        write_statistics(store, args.zarr_format)
-        root = zarr.open_group(store, mode="r+")
-        root.attrs["identity"] = identity
-        zarr.consolidate_metadata(store)
-    if not args.scheduler:
-        cluster.close()
-    print(f"{args.store}: whole, identity {identity}")
-    return {"identity": identity}
+    """Make a store; return its name, its sizes in bytes, and the number of its objects and regions."""
+    began, args = perf_counter(), parse_arguments(argv)
+    warnings.filterwarnings(
+        "ignore", "Consolidated metadata is currently not part"
+    )  # of Zarr 3, but all read it
+    warnings.filterwarnings("ignore", "The specified chunks separate")  # for a file that was cut otherwise
+    if args.statistics_to:
+        return sample_statistics(args)
+    try:
+        with ExitStack() as stack:
+            if args.workers or args.scheduler:
+                local = {
+                    "n_workers": args.workers,
+                    "threads_per_worker": 1,
+                    "dashboard_address": "127.0.0.1:0",
+                }
+                cluster = {"address": args.scheduler} if args.scheduler else local
+                print(f"dashboard: {stack.enter_context(Client(**cluster)).dashboard_link}", flush=True)
+            if "://" not in args.store:
+                path = Path(args.store)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(path.with_name(f".{path.name}.lock")))  # a second command waits
+            figures = make_store(args)
+    except (OSError, BaseError) as error:  # a full disk, a bucket that refuses
+        refuse(f"--store {args.store}: not finished: {one_line(error)}; mend that, the same command goes on")
+    print(f"  {perf_counter() - began:.0f} s")
+    return figures
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    main()

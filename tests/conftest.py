@@ -48,8 +48,9 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(autouse=True)
 def no_process_outlives_its_test():
     """End what a test has left running, such as the workers of a rank that was killed, or all after a time-out."""
+    before = programs.running()  # a module's server
     yield
-    left = programs.running()
+    left = [process for process in programs.running() if process not in before]
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
