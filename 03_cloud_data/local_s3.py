@@ -52,7 +52,8 @@ class S3Error(web.HTTPException):
 
 def stays_inside(key: str) -> bool:
     """Whether a key names a place in its bucket's folder."""
-    return {"", ".", ".."}.isdisjoint(key.split("/"))
+    on_windows = {":", "\\"} & set(key) and os.sep != "/"  # C:/ is a place, too
+    return {"", ".", ".."}.isdisjoint(key.split("/")) and not on_windows
 
 
 def etag(about: os.stat_result) -> str:

@@ -148,9 +148,10 @@ def open_files(args: argparse.Namespace) -> xr.Dataset:
 
     def check(file: xr.Dataset) -> xr.Dataset:
         fields = select_fields(file, args.variables)
-        for what in ("data_vars", "latitude", "longitude"):
-            if list(getattr(fields, what)) != list(getattr(expected, what)):
-                raise ValueError(f"{file.encoding['source']} has another {what} than {args.files[0]}")
+        differ = ["variables"] * (list(fields) != list(expected))
+        differ += [d for d in ("latitude", "longitude") if not np.array_equal(fields[d], expected[d])]
+        if differ:
+            raise ValueError(f"{file.encoding['source']} has other {differ[0]} than {args.files[0]}")
         return fields
 
     try:
@@ -379,6 +380,35 @@ def describe(root: zarr.Group, args: argparse.Namespace) -> dict:
     return {"store": args.store} | sizes
 
 
+def sample_statistics(args: argparse.Namespace) -> dict:
+    """The same statistics of any store that train.py can read, of TIMES_A_MONTH training times a month, chosen
+    by chance but always alike, in the file of --statistics-to: for a store that is another's, or large."""
+    from train import Store
+
+    store, path = Store(args), Path(args.statistics_to)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if path.exists():  # another rank has made it meanwhile
+            return {"store": args.store}
+        training = store.fields.isel(time=select_times(store.fields.time, args))
+        months, chance = training.time.dt.month.values, np.random.default_rng(STATISTICS_STREAM)
+        means, squares, counts, used = [], 0, 0, 0
+        for month in tqdm(range(1, 13), "months sampled", disable=None):
+            times = np.sort(chance.permutation(np.flatnonzero(months == month))[:TIMES_A_MONTH])
+            sample, used = training.isel(time=times).load().astype("float64"), used + len(times)
+            means.append(sample.mean("time"))
+            squares, counts = squares + ((sample - means[-1]) ** 2).sum("time"), counts + sample.count("time")
+        statistics = xr.concat(means, xr.Variable("month", range(1, 13))).astype("float32").drop_attrs()
+        valid = (counts > 0).to_dataarray().all("variable")
+        for name in statistics.data_vars:
+            variance = squares[name].where(valid).sum() / counts[name].where(valid).sum()
+            statistics[name].attrs = {"std": float(variance**0.5), "times": used}
+        statistics.to_netcdf(path.with_suffix(".part"), engine="h5netcdf")
+        os.replace(path.with_suffix(".part"), path)
+    print(f"climatology of {used} of {len(months)} training times, kept in {os.path.relpath(path)}")
+    return {"store": args.store}
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The flags, with three more: the `files` of --source, the `unit` of times that are written as a whole,
     and `settings`, all that decides the bytes."""
@@ -453,7 +483,8 @@ def make_store(args: argparse.Namespace) -> dict:
             left.unlink()  # part of an object, which a kill has left
         write_store(source, root, args)
     fields = sorted(name for name, _ in root.arrays() if name not in DIMENSIONS)
-    group = f"statistics/{'_'.join([*fields, *args.train_times])}"
+    name = "_".join([*fields, *args.train_times])
+    group = f"statistics/{name if len(name) < 200 else hashlib.sha256(name.encode()).hexdigest()}"
     if whole and group in zarr.open_group(store, mode="r", use_consolidated=True):
         print("whole already:")
     else:
@@ -468,9 +499,9 @@ def main(argv: list[str] | None = None) -> dict:
         "ignore", "Consolidated metadata is currently not part"
     )  # of Zarr 3, but all read it
     warnings.filterwarnings("ignore", "The specified chunks separate")  # for a file that was cut otherwise
-    if args.statistics_to:
-        return sample_statistics(args)
     try:
+        if args.statistics_to:
+            return sample_statistics(args)
         with ExitStack() as stack:
             if args.workers or args.scheduler:
                 local = {
@@ -485,7 +516,7 @@ def main(argv: list[str] | None = None) -> dict:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FileLock(path.with_name(f".{path.name}.lock")))  # a second command waits
             figures = make_store(args)
-    except (OSError, BaseError) as error:  # a full disk, a bucket that refuses
+    except (OSError, RuntimeError, BaseError) as error:  # a full disk, a bucket that refuses
         refuse(f"--store {args.store}: not finished: {one_line(error)}; mend that, the same command goes on")
     print(f"  {perf_counter() - began:.0f} s")
     return figures

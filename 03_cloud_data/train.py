@@ -25,9 +25,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -39,6 +41,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from matplotlib.figure import Figure
 from obstore.auth.boto3 import Boto3CredentialProvider
+from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 from scipy.interpolate import griddata
 from scipy.spatial import QhullError
@@ -59,8 +62,8 @@ DIMENSIONS = {  # a name, standard_name, axis or units by which each is known
     "latitude": {"latitude", "lat", "degrees_north", "degree_north"},
     "longitude": {"longitude", "lon", "degrees_east", "degree_east"},
 }
-# Successive tracks of a polar orbiter lie 25 degrees of longitude apart, 10 cells of this grid. They
-# lean 0.22 degrees of longitude a degree of latitude, and a swath of 4 cells is 1,100 km wide.
+# In cells, as in chapter 1. There, 10 cells were the 25 degrees of longitude between successive tracks of a
+# polar orbiter, and 4 a swath of 1,100 km; on a finer grid they stand for more and narrower instruments.
 TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8
 DECISIVE = "variables train_times validation_times test_times patch_size batch_size accumulate"
 DECISIVE += " max_steps learning_rate seed"  # what a run and the one that resumes it share
@@ -73,7 +76,7 @@ PRELOADED = "lightning.pytorch matplotlib.figure obstore scipy.interpolate torch
 refuse = argparse.ArgumentParser(usage=argparse.SUPPRESS).error  # says what to mend, and exits with code 2
 
 
-class StoreError(Exception):
+class StoreError(OSError):
     """What is wrong with the store, in one line."""
 
 
@@ -83,26 +86,24 @@ def first_line(error: Exception) -> str:
 
 
 class Bucket(WrapperStore):
-    """A Zarr store that logs each GET, names the object that fails, and takes no silence for a number."""
+    """A Zarr store that logs each read, names the object that fails, and takes no missing object for a number."""
 
     def __init__(self, store: ObjectStore):
         super().__init__(store)
-        self.log, self.silent = [], set()  # arrays of which a missing chunk would be read as a number
-
-    def _with_store(self, store: ObjectStore) -> "Bucket":
-        other = type(self)(store)
-        other.log, other.silent = self.log, self.silent
-        return other
+        self.log, self.numbers = [], set()  # arrays whose fill value is a number, not NaN
 
     async def get(self, key: str, *how, **more):
         """The bytes of an object, or None if there is none; StoreError when obstore has given up."""
-        began = perf_counter()
+        began, found = perf_counter(), None
         try:
-            found = await self._store.get(key, *how, **more)
+            found = await super().get(key, *how, **more)
         except Exception as error:
-            raise StoreError(f"{key}: {first_line(error)}") from error
+            # Without leave to list a bucket, clouds say of metadata that are not there that they may not be read.
+            denied = isinstance(error, PermissionDeniedError | UnauthenticatedError)
+            if not (denied and key.endswith(METADATA)):
+                raise StoreError(f"{key}: {first_line(error)}") from error
         self.log.append((key, began, perf_counter(), len(found) if found else 0))
-        if found is None and key.split("/")[0] in self.silent and not key.endswith(METADATA):
+        if found is None and key.split("/")[0] in self.numbers and not key.endswith(METADATA):
             raise StoreError(f"{key}: this chunk is missing")
         return found
 
@@ -128,13 +129,14 @@ class Store:
         if "://" not in url:
             return Bucket(ObjectStore(from_url(Path(url).absolute().as_uri()), read_only=True))
         retries = {"max_retries": 1000, "retry_timeout": timedelta(seconds=args.deadline)}
-        options = {"retry_config": retries, "client_options": {"allow_http": True, "read_timeout": "10s"}}
+        client = {"allow_http": True, "read_timeout": "10s", "timeout": retries["retry_timeout"]}
+        options = {"retry_config": retries, "client_options": client}
         if args.endpoint:
             options["endpoint"] = args.endpoint
-        if args.anonymous:
+        if args.anonymous and not url.startswith("http"):
             options["skip_signature"] = True
         elif url.startswith("s3:"):  # obstore does not look into ~/.aws by itself
-            options["credential_provider"] = Boto3CredentialProvider()
+            options["credential_provider"] = Boto3CredentialProvider(ttl=timedelta(minutes=5))
         return Bucket(ObjectStore(from_url(url, **options), read_only=True))
 
     @cached_property
@@ -143,10 +145,13 @@ class Store:
         store, variables = self.args.store, self.args.variables
         try:
             dataset = xr.open_zarr(self.bucket, chunks=None)
-        except FileNotFoundError:
-            refuse(f"--store {store}: there is no Zarr store; check the bucket, the key and --endpoint")
+        except FileNotFoundError as error:
+            remedy = "check the bucket, the key and --endpoint, and credentials or --anonymous"
+            raise StoreError(f"no Zarr store is there, or none that you may read; {remedy}") from error
+        except StoreError:
+            raise
         except Exception as error:  # obstore's, boto3's, Zarr's and xarray's have no base in common
-            refuse(f"--store {store}: {first_line(error)}; check credentials, or give --anonymous")
+            raise StoreError(f"{first_line(error)}; check credentials, or give --anonymous") from error
         dims = {name: ", ".join(map(str, dataset[name].dims)) for name in dataset.data_vars}
         dataset = dataset[[name for name in dims if name in variables]]
         dataset = rename_dimensions(dataset.squeeze().reset_coords(drop=True))
@@ -157,7 +162,9 @@ class Store:
             about = dataset[name].encoding
             masked, fill = about.get("_FillValue"), about.get("fill_value", about.get("_FillValue"))
             if fill is None or not (np.isnan(fill) or fill == masked):
-                self.bucket.silent.add(name)
+                self.bucket.numbers.add(name)
+        if not all(dataset.indexes[dim].is_unique for dim in DIMENSIONS):
+            raise StoreError("a coordinate repeats: it was written twice, or a chunk of it is missing")
         return arrange(dataset)
 
     def read(self, regions: list[dict]) -> np.ndarray:
@@ -191,8 +198,13 @@ def rename_dimensions(dataset: xr.Dataset) -> xr.Dataset:
 
 def arrange(dataset: xr.Dataset) -> xr.Dataset:
     """Sort the dimensions, with longitudes that do not jump where a region crosses 0 or 180 degrees."""
-    across = np.unwrap(dataset.longitude, period=360)
-    return dataset.assign_coords(longitude=across).sortby([dim for dim in DIMENSIONS if dim in dataset.dims])
+    dataset = dataset.assign_coords(longitude=np.unwrap(dataset.longitude, period=360))
+    for dim in DIMENSIONS.keys() & dataset.indexes.keys():
+        if dataset.indexes[dim].is_monotonic_decreasing:  # a slice costs nothing; a sort picks row by row
+            dataset = dataset.isel({dim: slice(None, None, -1)})
+        elif not dataset.indexes[dim].is_monotonic_increasing:
+            dataset = dataset.sortby(dim)
+    return dataset
 
 
 def load_statistics(store: Store, args: argparse.Namespace) -> xr.Dataset:
@@ -201,16 +213,25 @@ def load_statistics(store: Store, args: argparse.Namespace) -> xr.Dataset:
     Those kept with the store; else of a sample of times, which make_store.py draws once, kept in outputs/.
     """
     name = "_".join([*sorted(args.variables), *args.train_times])
-    with suppress(FileNotFoundError, StoreError):  # a bucket may forbid what it does not have
+    name = name if len(name) < 200 else sha256(name.encode()).hexdigest()  # a file's may have 255
+    try:
         return arrange(xr.open_zarr(store.bucket, group=f"statistics/{name}", chunks=None).load())
-    kept = CLOUD / "outputs/statistics" / re.sub(r"\W+", "_", f"{args.store} {name}").strip("_")
-    if not kept.with_suffix(".nc").exists():
-        flags = ["--store", args.store, "--variables", *args.variables, "--train-times", *args.train_times]
+    except (FileNotFoundError, KeyError):  # made by another tool, or for other times
+        pass
+    except (RuntimeError, ValueError) as error:  # a codec's
+        raise StoreError(f"statistics/{name}: {first_line(error)}") from error
+    where = [args.store if "://" in args.store else os.path.abspath(args.store)]
+    where += [
+        urlsplit(args.endpoint or "").hostname,
+        *(store.fields[dim].values.tolist() for dim in DIMENSIONS),
+    ]
+    kept = CLOUD / f"outputs/statistics/{name}_{sha256(repr(where).encode()).hexdigest()[:12]}.nc"
+    if not kept.exists():
+        flags = ["--variables", *args.variables, "--train-times", *args.train_times, "--store", args.store]
         flags += ["--endpoint", args.endpoint] * bool(args.endpoint) + ["--anonymous"] * args.anonymous
-        subprocess.run(
-            [sys.executable, CLOUD / "make_store.py", "--statistics-to", f"{kept}.nc", *flags], check=True
-        )
-    return arrange(xr.load_dataset(f"{kept}.nc"))
+        flags += ["--deadline", str(args.deadline)]
+        run_make_store("--statistics-to", str(kept), *flags)
+    return arrange(xr.load_dataset(kept))
 
 
 @lru_cache(maxsize=2)
@@ -279,12 +300,16 @@ class Patches(Dataset):
         drawn = [self.sample(*index) for index in indices]
         fields = self.store.read([self.region(*place[:3]) for place in drawn])
         log = self.store.bucket.log
-        traffic = np.array([len(log), sum(size for *_, size in log), len(drawn)], "float32") / len(drawn)
-        return [self.make(*both) | {"traffic": traffic} for both in zip(fields, drawn)]
+        traffic = np.array([len(log), sum(size for *_, size in log), len(drawn)])  # all in the first sample
+        return [
+            self.make(*both) | {"traffic": traffic * (k == 0)} for k, both in enumerate(zip(fields, drawn))
+        ]
 
     def region(self, time: int, row: int, column: int) -> dict[str, int | slice | np.ndarray]:
         """Where a patch lies in the store, across the map's seam if need be."""
-        columns = np.arange(column, column + self.size) % len(self.longitude)
+        columns, width = slice(column, column + self.size), len(self.longitude)
+        if columns.stop > width:
+            columns = np.arange(column, columns.stop) % width
         return {"time": self.places[time], "latitude": slice(row, row + self.size), "longitude": columns}
 
     def make(self, field: np.ndarray, drawn: tuple) -> dict[str, np.ndarray]:
@@ -293,7 +318,7 @@ class Patches(Dataset):
         mean, valid = (self.cut(of, row, column) for of in (self.climatology[self.months[time]], self.valid))
         target = np.where(valid, (field - mean) / self.std, 0)
         if not np.isfinite(target).all():
-            hole = f"NaN or infinity on {str(self.times[time])[:16]}, where a chunk is missing or a value"
+            hole = f"NaN or infinity on {str(self.times[time])[:16]}: a value or a chunk is missing"
             raise StoreError(f"{hole}; fill it, or give --train-times that month in several years")
         seen, unseen = (cells[None].astype("float32") for cells in (valid & swath, valid & ~swath))
         cosine = np.cos(np.deg2rad(self.latitude[row : row + self.size, None])).clip(0).astype("float32")
@@ -343,20 +368,20 @@ def make_patches(args: argparse.Namespace) -> tuple[Patches, Patches, Patches]:
             refuse(f"--{name.replace('_', '-')} {first} {last}: give dates of {span} that no other set has")
         taken, sets = [*taken, *times], [*sets, times]
     statistics = load_statistics(store, args)[args.variables]
+    if not all(np.array_equal(statistics[dim], fields[dim]) for dim in ("latitude", "longitude")):
+        raise StoreError("its statistics are of another grid; make them anew")
     climatology = statistics.to_dataarray("variable").transpose("month", "variable", "latitude", "longitude")
     valid = climatology.notnull().any("month").all("variable")
     if not valid.any():
         refuse(f"--train-times {' '.join(args.train_times)}: a variable has no value in them; give others")
     units = [fields[name].attrs.get("units", name).replace("**", "") for name in args.variables]
-    data = xr.Dataset({"climatology": climatology.astype("float32"), "valid": valid})
+    data = xr.Dataset({"climatology": climatology.astype("float32"), "valid": valid}, {"time": fields.time})
     data["std"] = "variable", np.float32([statistics[name].attrs["std"] for name in args.variables])
     data["units"] = "variable", [unit.replace("m s-1", "m/s") for unit in units]
     data["places"] = "time", np.arange(fields.sizes["time"])
-    data = data.assign_coords(time=fields.time)
-    judging = [
-        Patches(store, data.sel(time=s), args.patch_size, JUDGED_SAMPLES, JUDGE_SEED) for s in sets[1:]
-    ]
-    return Patches(store, data.sel(time=sets[0]), args.patch_size, args.batch_size, args.seed), *judging
+    training, *others = (data.sel(time=times) for times in sets)
+    judging = [Patches(store, other, args.patch_size, JUDGED_SAMPLES, JUDGE_SEED) for other in others]
+    return Patches(store, training, args.patch_size, args.batch_size, args.seed), *judging
 
 
 def baselines(patches: Patches) -> dict[str, dict[str, float]]:
@@ -552,17 +577,28 @@ def report(figures: dict, args: argparse.Namespace, picture: Path) -> None:
     print(f"picture: {picture}")
 
 
+def run_make_store(*flags: str) -> None:
+    """Run chapter 3's make_store.py; if it refuses, so do we."""
+    script = CLOUD / "make_store.py"
+    if not script.exists():
+        refuse(f"--store: needs {script}, to make a store or its statistics; run it where it is")
+    if subprocess.run([sys.executable, script, *flags]).returncode:
+        sys.exit(2)
+
+
 @contextmanager
 def served(args: argparse.Namespace) -> Iterator[None]:
     """Without --store, make the small store, unless it is whole, and serve it over S3 while the run goes on."""
     if args.store:
         yield
         return
-    subprocess.run([sys.executable, CLOUD / "make_store.py"], check=True)
+    run_make_store()
     command = [sys.executable, CLOUD / "local_s3.py", "--until-stdin-ends"]  # which it does if we are killed
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, text=True, start_new_session=True) as server:
         args.store, args.endpoint, args.anonymous = SMALL, server.stdout.readline().strip(), True
+        if not args.endpoint:  # the server has said why
+            sys.exit(2)
         yield
 
 
@@ -592,7 +628,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--accumulate", type=int, default=1, help="micro-batches in which a rank computes its slice")
     add("--timeout", type=int, default=300, help="seconds to wait for another rank before giving up")
     add("--num-workers", type=int, default=0, help="processes that prepare batches, for each rank; 0: none")
-    add("--start-method", default="forkserver", help="of those processes: forkserver or spawn")
+    method = "spawn" if sys.platform == "win32" else "forkserver"
+    add("--start-method", default=method, help="of those processes: forkserver or spawn")
     add("--seed", type=int, default=0, help="decides weights, order, patches and swaths")
     add("--output-dir", default=os.path.relpath(OUTPUTS), help="folder for the files of the run")
     add("--resume", nargs="?", const="last", metavar="CKPT", help="from last.ckpt or CKPT; auto: if any")
@@ -605,12 +642,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.start_method not in ("forkserver", "spawn"):
         reason = "the store's client has threads, which no fork copies: the workers would wait for ever"
         refuse(f"--start-method {args.start_method}: {reason}; give forkserver or spawn")
-    if not args.store and not (CLOUD / "make_store.py").exists():
-        refuse(f"--store: no {CLOUD} to make one; give a path or a URL")
-    if set(args.store or "") & {"@", "?"}:
-        refuse(
-            "--store: credentials would be saved with the run; give them in the environment, or --anonymous"
-        )
+    if "://" not in (args.store or "://") and not Path(args.store).is_dir():
+        refuse(f"--store {args.store}: no such folder; give a Zarr store, or a URL")
+    urls = [urlsplit(url) for url in (args.store, args.endpoint) if url]
+    if any("@" in url.netloc or (url.scheme and url.query) for url in urls):
+        remedy = "give them in the environment, or --anonymous"
+        refuse(f"--store, --endpoint: credentials in a URL would be saved with the run; {remedy}")
+    if not re.match("https?://", args.endpoint or "http://"):
+        refuse(f"--endpoint {args.endpoint}: give http://... or https://...")
     on_gpu = args.accelerator != "cpu" and torch.accelerator.is_available()
     found = torch.accelerator.device_count() if on_gpu else os.cpu_count()
     if args.accelerator == "gpu" and not torch.accelerator.is_available():
@@ -667,6 +706,9 @@ def train(args: argparse.Namespace) -> dict:
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning|zarr")  # folders that exist, few workers
+    warnings.filterwarnings(
+        "ignore", "Failed to open Zarr store with consolidated metadata"
+    )  # goes on without
     start = check_resumable(args.resume, args) if args.resume else 0
     training, validation, test = make_patches(args)
     folder, log = Path(args.output_dir), f"resumed_at_{start}" if args.resume else ""
@@ -732,5 +774,7 @@ if __name__ == "__main__":
         main()
     except SystemExit as end:  # the reason is the last line: no progress bar is drawn again below it
         code = end.code or 0
+    except KeyboardInterrupt:
+        code = 130
     sys.stdout.flush()
     os._exit(code)  # at once: threads of gloo may outlive its group, and abort a Python that ends in order

@@ -1,10 +1,10 @@
 """Run a script of the book with a fault planted in its process: how the tests kill, stall and slow programs."""
 
 import os
-import runpy
 import signal
 import sys
 import time
+import types
 from functools import partial
 from pathlib import Path
 
@@ -59,4 +59,8 @@ def run(script: str | Path, argv: list[str], **faults: float) -> None:
     sys.argv = [Path(script).name, *argv]
     for name, value in faults.items():
         FAULTS[name](value)
-    runpy.run_path(str(script), run_name="__main__")
+    # As `__mp_main__`, too, under which loader workers import the script: what they raise is then found here.
+    main = types.ModuleType("__main__")
+    main.__file__ = str(script)
+    sys.modules |= {"__main__": main, "__mp_main__": main}
+    exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))

@@ -22,6 +22,7 @@ LIMIT = 300  # seconds: a guard against hangs, tenfold above the usual time on a
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = (
     "lightning.pytorch torch.distributed torch.utils.data torchmetrics tqdm xarray h5netcdf scipy.interpolate"
+    " zarr obstore.store obstore.auth.boto3"
 )
 CONTEXT.set_forkserver_preload([*HEAVY.split(), "matplotlib.figure", "matplotlib.backends.backend_agg"])
 
@@ -39,7 +40,7 @@ def _child(script: str, argv: list[str], output: str, planted: dict, environment
     os.environ |= environment
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}/{name}", os.O_CREAT | os.O_WRONLY), number)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not this process's forkserver
     faults.run(script, argv, **planted)
 

@@ -1,6 +1,7 @@
 """Chapter 3: make_store.py, from scattered files to a store that is whole, or says that it is not."""
 
 import argparse
+import importlib.util
 import itertools
 import os
 import shutil
@@ -9,13 +10,13 @@ import urllib.request
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 
 import buckets
 import numpy as np
 import programs
 import pytest
-import runs
 import xarray as xr
 import zarr
 from dask.distributed import LocalCluster
@@ -24,14 +25,16 @@ from obstore.store import S3Store
 SCRIPT = "03_cloud_data/make_store.py"
 NAVY = programs.ROOT / "01_setup/data/navy_winds.nc"
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
-SMALL = ["--days", 24, "--resolution", 10, "--patch-size", 8, "--region-times", 8]
+SMALL = ["--days", 24, "--resolution", 10, "--patch-size", 10, "--region-times", 8]
 LAYOUTS = {"v3": [], "shards": ["--shard-times", 4], "v2": ["--zarr-format", 2]}
 GROUP = f"statistics/{U}_{V}_1982_1989"
 
 
 def load(here: Path):
     """The script as a module that keeps the files it makes apart from a reader's."""
-    script = runs.load(SCRIPT, "make_store_under_test")
+    spec = importlib.util.spec_from_file_location("make_store_under_test", programs.ROOT / SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
     script.HERE = here
     return script
 
@@ -43,6 +46,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def script(here: Path):
+    forkserver.ensure_running()  # to import Lightning while the first tests run
     return load(here)
 
 
@@ -126,8 +130,8 @@ def test_the_store_holds_the_files_values(layout: str, script, whole: dict[str, 
     assert list(root.attrs["regions"]) == ["0", "8", "16"]
     assert set(root["statistics"].keys()) == {GROUP.split("/")[1]}
     assert root.metadata.zarr_format == (2 if layout == "v2" else 3)
-    assert root[U].chunks == (1, 16, 16) and np.isnan(root[U].fill_value)
-    assert root[U].shards == ((4, 32, 48) if layout == "shards" else None)
+    assert root[U].chunks == (1, 19, 20) and np.isnan(root[U].fill_value)
+    assert root[U].shards == ((4, 19, 40) if layout == "shards" else None)
     assert root["time"].dtype == "int64" and root["time"].chunks == (24,)
     assert root["time"].attrs["units"] == "days since 1982-01-01 00:00:00"
 
@@ -142,7 +146,7 @@ def test_figures_count_what_is_stored(make, whole: dict[str, Path], capsys) -> N
         sizes |= {"store": str(whole[name]), "raw_bytes": 24 * 2 * 19 * 36 * 4, "regions": 3}
         assert figures == sizes
     chunks = [sum(path[-1].isdigit() for path in content(store)) for store in whole.values()]
-    assert chunks[0] - chunks[1] == 24 * 2 * 6 - 6 * 2
+    assert chunks[0] - chunks[1] == 24 * 2 * 2 - 6 * 2
 
 
 # --------------------------------------------------------------------------------------- its statistics
@@ -150,7 +154,9 @@ def test_figures_count_what_is_stored(make, whole: dict[str, Path], capsys) -> N
 
 def save_patches(folder: Path) -> None:
     """Keep what chapter 2's script computes in memory, with its own defaults, from chapter 1's winds."""
-    script = runs.load("02_multi_gpu/train.py", "chapter_2")
+    from runs import load as load_script  # which takes seconds to import torch
+
+    script = load_script("02_multi_gpu/train.py", "chapter_2")
     args = {name: getattr(script, name.upper()) for name in ("train_times", "validation_times", "test_times")}
     args |= {"store": folder / "masked.nc", "variables": script.VARIABLES, "patch_size": 16}
     patches = script.make_patches(argparse.Namespace(**args, batch_size=1, seed=0))[0]
@@ -201,7 +207,7 @@ def test_values_that_are_missing_count_nowhere_but_are_written(layout: str, make
     assert about["std"] == pytest.approx(np.nanstd(anomalies.astype("f8")), rel=1e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["v3", "v2"])
 def test_other_train_times_add_a_group_to_a_whole_store(layout, make, whole, tmp_path: Path) -> None:
     store = tmp_path / "store"
     shutil.copytree(whole[layout], store)
@@ -255,7 +261,7 @@ def kill_at(moment: int, layout: str, here: Path, store: Path) -> int:
 
 
 def test_killed_while_it_writes_it_goes_on_to_the_same_bytes(here, make, whole, tmp_path: Path) -> None:
-    assert kill_at(150, "v3", here, tmp_path / "store") == 1  # of three regions
+    assert kill_at(65, "v3", here, tmp_path / "store") == 1  # of three regions
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "store" / U / "c/7").rglob("*")}
     make(*SMALL, "--store", tmp_path / "store")
     assert content(tmp_path / "store") == content(whole["v3"])
@@ -266,18 +272,12 @@ def test_killed_while_it_writes_it_goes_on_to_the_same_bytes(here, make, whole, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(layout, here, make, whole, tmp_path: Path) -> None:
     n_objects = len(content(whole[layout]))
-    moments = {
-        *range(16),
-        *range(n_objects // 3, n_objects - 1, n_objects // 12),
-        n_objects - 2,
-        n_objects - 1,
-    }
-    for moment in sorted(moments):
+    for moment in (*range(8), n_objects // 3, *range(n_objects - 5, n_objects)):
         store = tmp_path / str(moment)
         kill_at(moment, layout, here, store)
         make(*SMALL, *LAYOUTS[layout], "--store", store)
         assert content(store) == content(whole[layout]), moment
-    for moment in (0, 1, 5, 9, 9, 20, 20):  # one command after another
+    for moment in (5, 9, 20):  # one command after another
         kill_at(moment, layout, here, tmp_path / "store")
     make(*SMALL, *LAYOUTS[layout], "--store", tmp_path / "store")
     assert content(tmp_path / "store") == content(whole[layout])
@@ -329,7 +329,7 @@ def test_a_chunk_missing_inside_a_shard_and_other_values_are_found(
         store = tmp_path / layout
         shutil.copytree(whole[layout], store)
         value = np.nan if layout == "shards" else 12.0
-        zarr.open_group(store, mode="r+", use_consolidated=False)[U][9, :16, :16] = value
+        zarr.open_group(store, mode="r+", use_consolidated=False)[U][9, :, :20] = value
         flags = [*SMALL, *LAYOUTS[layout], "--store", store, "--train-times", 1982, 1983]
         assert "time 8 on" in refused(make, capsys, *flags)
 
@@ -391,12 +391,12 @@ def with_infinity(part: xr.Dataset) -> xr.Dataset:
 
 
 BAD_FILES = {
-    "grid": (lambda part: part.isel(latitude=slice(1, None)), "c.nc has another latitude than"),
-    "shifted": (lambda part: part.assign_coords(longitude=part.longitude + 1), "c.nc has another longitude"),
+    "grid": (lambda part: part.isel(latitude=slice(1, None)), "c.nc has other latitude than"),
+    "shifted": (lambda part: part.assign_coords(longitude=part.longitude + 1), "c.nc has other longitude"),
     "overlap": (lambda part: part.assign_coords(time=part.time + np.timedelta64(60, "D")), ""),
     "one time twice": (lambda part: part.isel(time=[0, 0, 1, 2]), "times repeat"),
     "no dates": (lambda part: part.assign_coords(time=range(4)), ""),
-    "a variable less": (lambda part: part[["eastward_wind"]], "c.nc has another data_vars"),
+    "a variable less": (lambda part: part[["eastward_wind"]], "c.nc has other variables"),
     "none at all": (lambda part: part.mean("time"), "on time, latitude, longitude alone; it has"),
     "infinity": (with_infinity, "northward_wind has infinity"),
 }
