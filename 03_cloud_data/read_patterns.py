@@ -430,8 +430,26 @@ def command(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def making(args: argparse.Namespace) -> list[dict]:
+    """What make_store.py takes for its default store, whose NetCDF files are there: by level of compression."""
+    rows = []
+    for level in (1, 3, 9):
+        with tempfile.TemporaryDirectory() as folder:
+            run = [sys.executable, HERE / "make_store.py", "--store", f"{folder}/small.zarr"]
+            before, began = os.times(), perf_counter()
+            subprocess.run([*run, "--zstd-level", str(level)], check=True, capture_output=True)
+            after, sizes = (
+                os.times(),
+                [path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()],
+            )
+            cpu = after.children_user + after.children_system - before.children_user - before.children_system
+            row = {"zstd_level": level, "seconds": perf_counter() - began, "cpu_seconds": cpu}
+            rows.append(row | {"objects": len(sizes), "mb": sum(sizes) / 1e6})
+    return rows
+
+
 STUDIES = {"patterns": patterns, "server": server_alone, "timeline": timeline, "start_methods": start_methods}
-STUDIES["command"] = command
+STUDIES |= {"command": command, "making": making}
 
 
 def machine() -> dict:
@@ -469,7 +487,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
     for name in ("repeats", "limit"):
         if getattr(args, name) < 1:
             train.refuse(f"--{name} {getattr(args, name)}: give at least 1")
-    if args.studies != ["command"]:
+    if not set(args.studies) <= {"command", "making"}:
         make_stores(args)  # which checks days and resolution
     rows = {study: STUDIES[study](args) for study in args.studies}
     for study, part in rows.items():

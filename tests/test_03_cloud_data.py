@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -136,18 +137,24 @@ def refused(capfd: pytest.CaptureFixture) -> Callable:
 def test_the_readers_command(steps: int, at_most: float, tmp_path: Path) -> None:
     """It makes the small store if it is not there, serves it, trains, and leaves no process."""
     before = programs.running()
-    flags = ["--output-dir", tmp_path] + (["--max-steps", str(steps)] if steps != 200 else [])
-    done = subprocess.run([sys.executable, "train.py", *flags], cwd=CHAPTER, capture_output=True, text=True)
+    command = [sys.executable, "train.py", "--output-dir", tmp_path]
+    command += ["--max-steps", str(steps)] if steps != 200 else []
+    with (
+        open(tmp_path / "out", "w+") as out,
+        open(tmp_path / "err", "w+") as err,
+    ):  # a pipe would wait for all
+        ended = subprocess.run(command, cwd=CHAPTER, stdout=out, stderr=err)
+    printed, said = ((tmp_path / name).read_text() for name in ("out", "err"))
     assert [process for process in programs.running() if process not in before] == []
-    assert done.returncode == 0, done.stderr
-    assert check_summary(done.stdout) <= at_most
-    requests, size = re.search(r"([\d.]+) requests and ([\d.]+) MB for a sample\n", done.stdout).groups()
+    assert ended.returncode == 0, said
+    assert check_summary(printed) <= at_most
+    requests, size = re.search(r"([\d.]+) requests and ([\d.]+) MB for a sample\n", printed).groups()
     figures = summary(tmp_path)
     assert float(requests) == pytest.approx(figures["requests_per_sample"], abs=0.05)
     assert float(size) == pytest.approx(figures["bytes_per_sample"] / 1e6, abs=0.005)
     assert figures["requests_per_sample"] >= 2  # an object a variable, at least
     assert figures["bytes_per_sample"] > 64 * 64
-    assert "warning" not in done.stderr.lower()
+    assert "warning" not in said.lower()
     assert (tmp_path / "fill.png").read_bytes().startswith(b"\x89PNG")
     assert state(tmp_path)["step"] == steps
 
@@ -260,6 +267,13 @@ def test_killed_with_workers_nothing_is_left_and_it_resumes_to_the_bit_without(
     programs.require_success(SCRIPT, *flags, "--resume", double_precision=True)
     assert_same_bits(tmp_path, whole)
     assert_resumed(tmp_path, 2, whole)
+
+
+def test_patches_go_to_a_worker_after_their_parent_has_read(address: str) -> None:
+    patches = training(*s3(address))
+    sample = patches[0, 0]
+    sent = pickle.loads(pickle.dumps(patches))[0, 0]
+    assert all(np.array_equal(sent[name], sample[name]) for name in sample)
 
 
 def test_two_ranks_end_at_the_weights_of_one(address: str, tmp_path: Path, whole: Path) -> None:

@@ -218,3 +218,32 @@ def test_a_worker_waits_for_ever_after_a_fork_and_reads_after_forkserver_and_spa
         line.split("'")[3]: "'arrived': 1" in line for line in done.out.splitlines() if "'start': " in line
     }
     assert rows == {"fork": False, "fork, a store of its own": False, "forkserver": True, "spawn": True}
+
+
+# ------------------------------------------------------------------------------------ the saved results
+
+
+def saved(study: str) -> list[dict]:
+    """The rows of a study that is committed."""
+    return book.results(f"03_cloud_data/results/{study}.json")["rows"]
+
+
+def test_the_committed_results_keep_their_promises() -> None:
+    rates = {
+        (row["layout"], row["way"], row["latency_ms"]): row["samples_per_second"] for row in saved("patterns")
+    }
+    slow, fast = (rates["128 x 128", way, 30]["median"] for way in ("one by one", "train.py"))
+    assert fast >= 12 * slow
+    serial, threads = (rates["NetCDF files", way, 30]["median"] for way in ("one by one", "threads"))
+    assert threads < 1.5 * serial
+    for layout in {row["layout"] for row in saved("server")}:
+        alone, asked = (
+            row["gets_per_second"]["median"]
+            for way in ("GETs alone", "train.py")
+            for row in saved("server")
+            if (row["layout"], row["way"], row["latency_ms"]) == (layout, way, 30)
+        )
+        assert alone > asked, layout
+    arrived = {row["start"]: (row["arrived"], row["tries"]) for row in saved("start_methods")}
+    assert {name: of for name, of in arrived.items() if of[0]} == {"forkserver": (3, 3), "spawn": (3, 3)}
+    assert len(saved("command")) == 3
