@@ -482,6 +482,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
     add("--limit", type=int, default=30, help="seconds to wait for the first batch of a worker")
     add("--save-results", action="store_true", help="write results/STUDY.json, and the timeline's picture")
     args = parser.parse_args(argv)
+    given = [word for word in argv or sys.argv[1:] if word not in {*STUDIES, "--save-results"}]
     if unknown := [study for study in args.studies if study not in STUDIES]:
         train.refuse(f"{unknown[0]}: no such study; choose from {', '.join(STUDIES)}")
     for name in ("repeats", "limit"):
@@ -498,7 +499,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
         versions = {name: version(name) for name in ("torch", "xarray", "zarr", "obstore", "h5netcdf")}
         versions = {"python": platform.python_version()} | versions
         for study, part in rows.items():
-            results = {"command": f"uv run python read_patterns.py {study}", "date": str(date.today())}
+            words = ["uv run python read_patterns.py", study, *given]
+            results = {"command": " ".join(words), "date": str(date.today())}
             results |= {"machine": machine(), "versions": versions, "rows": part}
             (RESULTS / f"{study}.json").write_text(json.dumps(results) + "\n")
         if "timeline" in rows:

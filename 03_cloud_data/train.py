@@ -9,7 +9,9 @@ You should see what chapter 2 shows, and how many requests and bytes each sample
 """
 
 import argparse
+import atexit
 import faulthandler
+import gc
 import json
 import logging
 import math
@@ -131,8 +133,7 @@ class Store:
         retries = {"max_retries": 1000, "retry_timeout": timedelta(seconds=args.deadline)}
         client = {"allow_http": True, "read_timeout": "10s", "timeout": retries["retry_timeout"]}
         options = {"retry_config": retries, "client_options": client}
-        if args.endpoint:
-            options["endpoint"] = args.endpoint
+        options |= {"endpoint": args.endpoint} if args.endpoint else {}
         if args.anonymous and not url.startswith("http"):
             options["skip_signature"] = True
         elif url.startswith("s3:"):  # obstore does not look into ~/.aws by itself
@@ -165,13 +166,13 @@ class Store:
                 self.bucket.numbers.add(name)
         if not all(dataset.indexes[dim].is_unique for dim in DIMENSIONS):
             raise StoreError("a coordinate repeats: it was written twice, or a chunk of it is missing")
+        gc.freeze()  # else the collector stops all reads for 0.4 s at a time, to look at what was imported
+        atexit.register(gc.unfreeze)
         return arrange(dataset)
 
     def read(self, regions: list[dict]) -> np.ndarray:
         """The variables in each region, (regions, variables, H, W), all read at once: a thread for each."""
-        jobs = [
-            (name, self.fields.variables[name], where) for where in regions for name in self.args.variables
-        ]
+        jobs = [(name, self.fields.variables[name], at) for at in regions for name in self.args.variables]
         self.bucket.log.clear()  # of what was read to open the store
         parts = np.stack(list(self.threads.map(self.load, jobs))).astype("float32", copy=False)
         return parts.reshape(len(regions), -1, *parts.shape[1:])
@@ -220,12 +221,10 @@ def load_statistics(store: Store, args: argparse.Namespace) -> xr.Dataset:
         pass
     except (RuntimeError, ValueError) as error:  # a codec's
         raise StoreError(f"statistics/{name}: {first_line(error)}") from error
-    where = [args.store if "://" in args.store else os.path.abspath(args.store)]
-    where += [
-        urlsplit(args.endpoint or "").hostname,
-        *(store.fields[dim].values.tolist() for dim in DIMENSIONS),
-    ]
-    kept = CLOUD / f"outputs/statistics/{name}_{sha256(repr(where).encode()).hexdigest()[:12]}.nc"
+    url = args.store if "://" in args.store else os.path.abspath(args.store)
+    grid = [store.fields[dim].values.tobytes() for dim in DIMENSIONS]  # a store made anew has others
+    where = repr([url, urlsplit(args.endpoint or "").hostname, *grid]).encode()
+    kept = CLOUD / f"outputs/statistics/{name}_{sha256(where).hexdigest()[:12]}.nc"
     if not kept.exists():
         flags = ["--variables", *args.variables, "--train-times", *args.train_times, "--store", args.store]
         flags += ["--endpoint", args.endpoint] * bool(args.endpoint) + ["--anonymous"] * args.anonymous
@@ -301,9 +300,8 @@ class Patches(Dataset):
         fields = self.store.read([self.region(*place[:3]) for place in drawn])
         log = self.store.bucket.log
         traffic = np.array([len(log), sum(size for *_, size in log), len(drawn)])  # all in the first sample
-        return [
-            self.make(*both) | {"traffic": traffic * (k == 0)} for k, both in enumerate(zip(fields, drawn))
-        ]
+        counts = [traffic, *[0 * traffic] * (len(drawn) - 1)]
+        return [self.make(*both) | {"traffic": count} for *both, count in zip(fields, drawn, counts)]
 
     def region(self, time: int, row: int, column: int) -> dict[str, int | slice | np.ndarray]:
         """Where a patch lies in the store, across the map's seam if need be."""
@@ -695,9 +693,8 @@ def main(argv: list[str] | None = None) -> dict:
             return train(args)
     except StoreError as error:
         print(file=sys.stderr)  # below the progress bar
-        refuse(
-            f"--store {args.store}: {str(error).split('StoreError: ')[-1].strip()}"
-        )  # a worker's has its stack
+        reason = str(error).split("StoreError: ")[-1].strip()  # a worker's has its stack
+        refuse(f"--store {args.store}: {reason}")
 
 
 def train(args: argparse.Namespace) -> dict:
@@ -706,9 +703,7 @@ def train(args: argparse.Namespace) -> dict:
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning|zarr")  # folders that exist, few workers
-    warnings.filterwarnings(
-        "ignore", "Failed to open Zarr store with consolidated metadata"
-    )  # goes on without
+    warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated")  # goes on without
     start = check_resumable(args.resume, args) if args.resume else 0
     training, validation, test = make_patches(args)
     folder, log = Path(args.output_dir), f"resumed_at_{start}" if args.resume else ""
@@ -774,7 +769,5 @@ if __name__ == "__main__":
         main()
     except SystemExit as end:  # the reason is the last line: no progress bar is drawn again below it
         code = end.code or 0
-    except KeyboardInterrupt:
-        code = 130
     sys.stdout.flush()
     os._exit(code)  # at once: threads of gloo may outlive its group, and abort a Python that ends in order

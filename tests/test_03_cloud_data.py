@@ -42,6 +42,7 @@ pytestmark = [  # of which train.py shows none, either
 ]
 thorough = pytest.mark.thorough
 chapter = load(SCRIPT, "chapter_03_train")
+sys.modules["chapter_03_train"] = chapter  # where pickle looks for its classes
 
 
 @pytest.fixture(scope="module")

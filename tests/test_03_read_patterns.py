@@ -244,6 +244,9 @@ def test_the_committed_results_keep_their_promises() -> None:
             if (row["layout"], row["way"], row["latency_ms"]) == (layout, way, 30)
         )
         assert alone > asked, layout
-    arrived = {row["start"]: (row["arrived"], row["tries"]) for row in saved("start_methods")}
-    assert {name: of for name, of in arrived.items() if of[0]} == {"forkserver": (3, 3), "spawn": (3, 3)}
-    assert len(saved("command")) == 3
+    tries = saved("start_methods")
+    assert all(row["arrived"] == row["tries"] * (row["start"] in ("forkserver", "spawn")) for row in tries)
+    assert {row["start"] for row in tries if row["arrived"]} == {"forkserver", "spawn"}
+    for row in saved("command"):
+        rmse = {name: of["m/s"] for name, of in row["summary"]["rmse"].items()}
+        assert rmse["U-Net"] < 0.9 * rmse["interpolated anomalies"]
