@@ -445,14 +445,10 @@ DAMAGE = {  # layout, what is done, what the last line says
     "a shard cut": ("shards", each(cut), A_CHUNK),
     "a flipped bit": ("v3", each(flip), A_CHUNK),
     "flipped bits in a shard": ("shards", each(flip), A_CHUNK),
-    "latitude missing": ("v3", lose("latitude/c/0"), ".*latitude/c/0: .* missing"),
-    "longitude missing, v2": ("v2", lose("longitude/0"), ".*longitude/0: .* missing"),
-    "time missing": ("v3", lose("time/c/0"), ".*time/c/0: .* missing"),
-    "latitude of statistics missing": (
-        "v3",
-        lose(f"{STATISTICS}/latitude/c/0"),
-        ".*latitude/c/0: .* missing",
-    ),
+    "latitude missing": ("v3", lose("latitude/c/0"), "a coordinate repeats: .* missing"),
+    "longitude missing, v2": ("v2", lose("longitude/0"), "a coordinate repeats: .* missing"),
+    "time missing": ("v3", lose("time/c/0"), "a coordinate repeats: .* missing"),
+    "latitude of statistics missing": ("v3", lose(f"{STATISTICS}/latitude/c/0"), ".*another grid"),
     "flipped bits in statistics": (
         "v3",
         lambda store, place: flip(store / STATISTICS / U / "c/3/0/0"),

@@ -484,6 +484,7 @@ def test_bad_flags_are_named_and_nothing_is_written(flags: list, make, tmp_path:
 # ---------------------------------------------------------------------------------------- other places
 
 
+@pytest.mark.thorough
 def test_a_bucket_gets_the_same_store(make, whole, tmp_path: Path, monkeypatch, capsys) -> None:
     for name, value in {"ACCESS_KEY_ID": "any", "SECRET_ACCESS_KEY": "any", "REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
@@ -500,6 +501,7 @@ def test_a_bucket_gets_the_same_store(make, whole, tmp_path: Path, monkeypatch, 
     assert figures["stored_bytes"] == sum(map(len, stored.values()))
 
 
+@pytest.mark.thorough
 def test_a_cluster_that_is_there_is_used(make, whole, tmp_path: Path) -> None:
     local = {"processes": False, "protocol": "tcp://", "host": "127.0.0.1", "dashboard_address": None}
     with LocalCluster(1, threads_per_worker=1, **local) as cluster:

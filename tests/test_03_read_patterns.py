@@ -156,6 +156,7 @@ def test_every_way_reads_what_the_files_hold(script, ways) -> None:
 # ---------------------------------------------------------------------------------------------- studies
 
 
+@pytest.mark.thorough
 def test_patterns_counts_what_every_way_asks_for(script) -> None:
     rows = script.patterns(arguments())
     with script.serve(0) as server:
