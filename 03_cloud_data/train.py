@@ -299,9 +299,8 @@ class Patches(Dataset):
         drawn = [self.sample(*index) for index in indices]
         fields = self.store.read([self.region(*place[:3]) for place in drawn])
         log = self.store.bucket.log
-        traffic = np.array([len(log), sum(size for *_, size in log), len(drawn)])  # all in the first sample
-        counts = [traffic, *[0 * traffic] * (len(drawn) - 1)]
-        return [self.make(*both) | {"traffic": count} for *both, count in zip(fields, drawn, counts)]
+        traffic = np.array([len(log), sum(size for *_, size in log), len(drawn)])  # the whole batch's
+        return [self.make(*both) | {"traffic": traffic} for both in zip(fields, drawn)]
 
     def region(self, time: int, row: int, column: int) -> dict[str, int | slice | np.ndarray]:
         """Where a patch lies in the store, across the map's seam if need be."""
@@ -467,7 +466,7 @@ class FillGaps(LightningModule):
 
     def training_step(self, batch: dict, batch_idx: int) -> torch.Tensor:
         sums = masked_sums(self.model(batch["input"]), batch)
-        self.sums, self.traffic = self.sums + sums.detach(), self.traffic + batch["traffic"].sum(0)
+        self.sums, self.traffic = self.sums + sums.detach(), self.traffic + batch["traffic"][0]
         return sums[0]
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -530,7 +529,7 @@ def draw_fill(patches: Patches, prediction: np.ndarray) -> Figure:
         mesh = axes.pcolormesh(x, y, field, cmap=hue, vmin=low, vmax=high)
         axes.set(title=title, xlabel="longitude, °E", ylabel="latitude, °N", facecolor="0.8")
         figure.colorbar(mesh, ax=axes, label=next(iter(patches.pools)))
-    figure.suptitle(f"{str(patches.times[time])[:7]}, kept from training")
+    figure.suptitle(f"{str(patches.times[time])[:10]}, kept from training")
     return figure
 
 

@@ -768,3 +768,9 @@ def test_the_public_stores_are_read(name: str) -> None:
     winds = store.read([where])
     assert winds.shape == (1, 2, 16, 16)
     assert 1 < np.abs(winds).max() < 100
+
+
+def test_both_scripts_know_dimensions_by_the_same_signs() -> None:
+    made, trained = (book.definitions(f"03_cloud_data/{name}.py") for name in ("make_store", "train"))
+    for name in ("DIMENSIONS", "rename_dimensions"):
+        assert made[name] == trained[name]
