@@ -12,17 +12,17 @@ from itertools import chain, product
 from pathlib import Path
 
 import book
-import numpy as np
 import programs
 import psutil
 import pytest
 import torch
 from runs import (
+    TOLERANCE,
     assert_resumed,
     assert_same_bits,
+    assert_same_but_for_rounding,
     check_summary,
     load,
-    losses,
     losses_after,
     rmse,
     state,
@@ -36,9 +36,6 @@ SCRIPTS = [LIGHTNING, BY_HAND]
 # Three ranks have slices of 2, 3 and 3 samples; and so have three micro-batches of one rank.
 SMALL = "--patch-size 16 --batch-size 8 --max-steps 7".split()
 SMALL += "--checkpoint-every 3 --validate-every 4 --log-every 1".split()
-# Of runs in double precision. In single, AdamW divides gradients as small as their rounding by themselves, and
-# one weight in 100,000 goes another way by a tenth of the learning rate; in double, its eps is above rounding.
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 thorough = pytest.mark.thorough
@@ -83,13 +80,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory):
 
 
 # ------------------------------------------------------------------------------ the same result
-
-
-def assert_same_but_for_rounding(one: Path, other: Path) -> None:
-    """The same losses, weights and RMSE, added up in another order."""
-    np.testing.assert_allclose(losses(one), losses(other), **TOLERANCE)
-    torch.testing.assert_close(weights(one), weights(other), **TOLERANCE)
-    assert rmse(one) == pytest.approx(rmse(other), rel=1e-6)  # the samples' weights stay in single precision
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
