@@ -13,6 +13,7 @@ nearly all of its time, and that most of the cure is to use a map that was read 
 
 import argparse
 import csv
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -25,6 +26,7 @@ import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from datetime import date
 from functools import cached_property, lru_cache, partial
 from importlib.metadata import version
@@ -121,10 +123,14 @@ def make_stores() -> None:
         train.run_make_store(*map(str, flags), "--store", str(BUCKETS / store_key(layout)))
 
 
+def children() -> list[psutil.Process]:
+    """All processes that this one has started, and those that they have, but not the servers."""
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in SERVERS]
+
+
 def cpu_seconds() -> float:
     """CPU seconds so far of this process and all that it has started, those that ended, too, but not the servers."""
-    others = (child for child in psutil.Process().children(recursive=True) if child.pid not in SERVERS)
-    return sum(sum(each.cpu_times()[:4]) for each in [psutil.Process(), *others])
+    return sum(sum(each.cpu_times()[:4]) for each in [psutil.Process(), *children()])
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -213,7 +219,10 @@ def make_loader(way: Way, server: Server, steps: int = 2000, persistent: bool = 
     patches, options = open_patches(way.layout, server), {}
     if way.reads == "blocks":
         return train.make_loader(patches, parse(way, server))
-    if way.reads != "batch":
+    if way.reads == "batch":
+        patches = copy(patches)
+        patches.store = train.Store(parse(way, server))  # opened anew, as the others open theirs
+    else:
         patches = Naive(patches, way.reads == "Dask", way.scheduler)
     if way.num_workers:
         multiprocessing.set_forkserver_preload(train.PRELOADED)
@@ -260,7 +269,9 @@ def measure(way: Way, server: Server, seconds: float, step: Callable[[dict], Non
     found |= {"requests_per_sample": requests, "bytes_per_sample": size}
     found |= {"client_cpu_ms": 1e3 * (cpu_seconds() - cpu) / samples, "server_cpu_ms": 1e3 * of_server}
     workers = [psutil.Process(worker.pid).num_threads() for worker in getattr(batches, "_workers", [])]
-    return found | {"threads": psutil.Process().num_threads(), "worker_threads": workers}
+    own = psutil.Process().num_threads()
+    others = sum(each.num_threads() for each in children()) - sum(workers)  # Dask's, forkservers
+    return found | {"threads": own, "worker_threads": workers, "other_threads": others}
 
 
 def make_step(server: Server) -> Callable[[dict], None]:
@@ -320,8 +331,11 @@ def take_turns(
     changed since.
     """
     path = kept_in(study, args)
-    newest = max(Path(script).stat().st_mtime for script in (__file__, train.__file__))
-    kept = json.loads(path.read_text()) if path.exists() and path.stat().st_mtime > newest else {}
+    scripts = b"".join(Path(script).read_bytes() for script in (__file__, train.__file__))
+    kept = {"scripts": hashlib.sha256(scripts).hexdigest()}
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        found = json.loads(path.read_text())
+        kept = found if found["scripts"] == kept["scripts"] else kept
     turns = range(repeats or args.repeats)
     keys = [[json.dumps([turn, args.seconds, labels]) for turn in turns] for labels, _ in cases]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -462,7 +476,7 @@ def persistent(args: argparse.Namespace) -> list[dict]:
         for method, stay in product(methods, (False, True)):
             way = BATCH._replace(num_workers=2, start_method=method)
             labels = {"start_method": method, "persistent_workers": stay}
-            cases.append((labels, partial(first_batches, way, server, stay)))
+            cases.append((labels, partial(fresh, args.limit, first_batches, way, server, stay)))
         return take_turns("persistent", cases, args)
 
 
@@ -545,7 +559,7 @@ def shuffle(args: argparse.Namespace) -> list[dict]:
     The same store of 1 degree, from this disk, by chapter 3's train.py and this one's, with several seeds.
     """
     flags, store = ["--max-steps", "200"], train.CLOUD / "outputs/buckets" / train.SMALL.removeprefix("s3://")
-    grid = list(product((1, 4, 8, 32, 128), (8, 32)))
+    grid = [*product((1, 4, 8, 32), (8, 32)), (128, 8)]  # 128 of 32 patches would not be used up in a run
     if args.quick:
         flags = ["--max-steps", "4", "--validate-every", "2", "--patch-size", "16"]
         store, grid = BUCKETS / store_key("whole maps"), [(2, 8)]
@@ -601,7 +615,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
     add("--quick", action="store_true", help="a short form on tiny stores: that it works, not what it finds")
     add("--repeats", type=int, default=3, help="of each measurement, in turn with others; seeds of shuffle")
     add("--seconds", type=float, default=3, help="of a measurement, at least")
-    add("--limit", type=int, default=180, help="seconds for one of Dask's modes to end")
+    add("--limit", type=int, default=180, help="seconds for a measurement in a process of its own")
     add("--save-results", action="store_true", help="write results/STUDY.json")
     args = parser.parse_args(argv)
     given = [word for word in argv or sys.argv[1:] if word not in {*STUDIES, "--save-results"}]

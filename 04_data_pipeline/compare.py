@@ -15,6 +15,7 @@ You should see `ours` near the limit, and that what others lack is not speed of 
 
 import argparse
 import json
+import math
 import multiprocessing
 import resource
 import subprocess
@@ -305,7 +306,9 @@ def peak_memory_mb() -> float:
 def measure(reader: Reader, server: Server, args: argparse.Namespace, seconds: float) -> dict[str, float]:
     """Take batches for some seconds, after the first group, in which a loader fills what it reads ahead."""
     patches = train.make_patches(args)[0]
-    group = max(1, args.patches_per_block * args.shuffle_blocks // args.batch_size)
+    # After so many batches all begins anew: our lanes change maps, an item of whole maps is used up.
+    lanes, item = (maps * args.patches_per_block for maps in (args.shuffle_blocks, train.MAPS_AT_ONCE))
+    group = math.lcm(lanes, item, args.batch_size) // args.batch_size
     imported, began = peak_memory_mb(), perf_counter()
     batches = iter(reader.read(patches, args))
     next(batches)
@@ -314,7 +317,7 @@ def measure(reader: Reader, server: Server, args: argparse.Namespace, seconds: f
         next(batches)
     began, steps = perf_counter(), 0  # before the counts: while they are asked for, a loader reads ahead
     before = np.append(server.counts(), cpu_seconds())
-    while not steps or steps % group or perf_counter() - began < seconds:  # our lanes change maps all at once
+    while not steps or steps % group or perf_counter() - began < seconds:
         next(batches)
         steps += 1
     samples, took = steps * args.batch_size, perf_counter() - began

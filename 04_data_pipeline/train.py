@@ -769,8 +769,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--shuffle-blocks",
         type=int,
-        default=32,
-        help="maps that are mixed; a multiple or divisor of the batch",
+        help="maps that are mixed; if not given, 32 or more, a multiple of the batch",
     )
     add("--max-steps", type=int, default=200, help="optimizer steps in the whole run")
     add("--learning-rate", type=float, default=6e-3, help="AdamW's, at the end of the warm-up")
@@ -820,6 +819,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.batch_size < least:
         reason = f"{args.devices} devices x {args.num_nodes} nodes x {args.accumulate} micro-batches"
         refuse(f"--batch-size {args.batch_size}: {reason} need at least {least}")
+    args.shuffle_blocks = args.shuffle_blocks or math.ceil(32 / args.batch_size) * args.batch_size
     if args.shuffle_blocks % args.batch_size and args.batch_size % args.shuffle_blocks:
         remedy = f"give a multiple or a divisor of --batch-size {args.batch_size}"
         refuse(f"--shuffle-blocks {args.shuffle_blocks}: {remedy}")

@@ -653,6 +653,11 @@ def test_bad_input_is_named_with_its_flag(flags: str, folder: Path, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("batch, lanes", [(8, 32), (12, 36), (32, 32), (64, 64)])
+def test_the_width_of_the_shuffle_suits_the_batch(batch: int, lanes: int) -> None:
+    assert chapter.parse_arguments(["--batch-size", str(batch)]).shuffle_blocks == lanes
+
+
 @pytest.mark.parametrize("flag", ["--patches-per-block", "--shuffle-blocks"])
 def test_a_run_goes_on_with_its_own_blocks_only(flag: str, folder: Path, tmp_path, whole, refused) -> None:
     """Others would be another order: samples would be lost, and doubled."""
