@@ -1,7 +1,7 @@
 """Chapter 4: what each setting of a loader buys, one at a time and stacked, from the naive loop to the final loader.
 
     uv run python benchmark.py                         # the ladder: stores of 7 GB, made once, and 40 minutes
-    uv run python benchmark.py sweep dask persistent wait memory shuffle command      # the other studies
+    uv run python benchmark.py sweep workers dask persistent wait memory shuffle command  # others
     uv run python benchmark.py ladder --quick          # tiny: that it works, not what it finds
     uv run python benchmark.py ladder wait --save-results                             # and write results/*.json
 
@@ -34,7 +34,7 @@ from itertools import count, product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +58,7 @@ LAYOUTS = {  # chunks of so many times, rows and columns (0: all of the map), an
     "64 x 64 in shards": (1, 64, 64, 1),
 }
 SIZE = {"days": 200, "resolution": 0.25, "patch": 64, "batch": 32}  # of the stores, and of what is read
+DEVICE_SECONDS = 0.25  # of a step that a GPU would take, in the study of workers
 QUICK = {"days": 132, "resolution": 10, "patch": 16, "batch": 8}  # a day of each month, at least
 
 
@@ -252,7 +253,10 @@ def measure(way: Way, server: Server, seconds: float, step: Callable[[dict], Non
     batches = iter(loader)
     next(batches)
     first = perf_counter() - began
-    while number % period or (number < stock and perf_counter() - began - first < seconds):
+    # At least what is in stock now; while that is used up, more is made, to the end of the second half or of the time.
+    while (
+        number % period or number < stock / 2 or (number < stock and perf_counter() - began - first < seconds)
+    ):
         batch, number = next(batches), number + 1
         if step:
             step(batch)
@@ -442,6 +446,28 @@ def time_step(step: Callable[[dict], None], server: Server, seconds: float) -> d
             return {"step_seconds": took / number}
 
 
+def workers(args: argparse.Namespace) -> list[dict]:
+    """Samples/s of the naive loop over workers, in batches of 8, beside a step that needs no core.
+
+    The first row is of one worker without a step; the last has the seconds that it takes a batch, and the step.
+    """
+    batch, numbers = 8, (0, 1) if args.quick else (0, 1, 2, 3, 4, 6)
+    with serve(max(LATENCIES)) as server:
+        cases = []
+        for number, step in [(1, None), *((number, wait_for_device) for number in numbers)]:
+            how = NAIVE._replace(num_workers=number), server, args.seconds, step
+            labels = {"num_workers": number, "with_step": step is not None}
+            cases.append((labels, partial(fresh, args.limit, measure, *how, batch=batch)))
+        rows = take_turns("workers", cases, args)
+    load = batch / rows[0]["samples_per_second"]["median"]
+    return [*rows, {"load_seconds": load, "step_seconds": DEVICE_SECONDS}]
+
+
+def wait_for_device(batch: dict) -> None:
+    """Stands for the step of a GPU, during which the cores have nothing to do."""
+    sleep(DEVICE_SECONDS)
+
+
 def dask_modes(args: argparse.Namespace) -> list[dict]:
     """The naive loop by each of Dask's schedulers, in the process itself and in two workers: rates and threads."""
     schedulers = ("synchronous", "cluster", "threads", "processes")[: 2 if args.quick else 4]
@@ -559,7 +585,7 @@ def shuffle(args: argparse.Namespace) -> list[dict]:
     The same store of 1 degree, from this disk, by chapter 3's train.py and this one's, with several seeds.
     """
     flags, store = ["--max-steps", "200"], train.CLOUD / "outputs/buckets" / train.SMALL.removeprefix("s3://")
-    grid = [*product((1, 4, 8, 32), (8, 32)), (128, 8)]  # 128 of 32 patches would not be used up in a run
+    grid = [*product((1, 8, 32), (8, 32)), (128, 8)]  # 128 of 32 patches would not be used up in a run
     if args.quick:
         flags = ["--max-steps", "4", "--validate-every", "2", "--patch-size", "16"]
         store, grid = BUCKETS / store_key("whole maps"), [(2, 8)]
@@ -602,8 +628,8 @@ def command(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-STUDIES = {"ladder": ladder, "sweep": sweep, "dask": dask_modes, "persistent": persistent, "wait": wait}
-STUDIES |= {"memory": memory, "shuffle": shuffle, "command": command}
+STUDIES = {"ladder": ladder, "sweep": sweep, "workers": workers, "dask": dask_modes, "persistent": persistent}
+STUDIES |= {"wait": wait, "memory": memory, "shuffle": shuffle, "command": command}
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[dict]]:

@@ -353,9 +353,9 @@ def compare(names: list[str], repeats: int, seconds: float) -> list[dict]:
         row = {"reader": name, "as": reader.role, "what": reader.what, "latency_ms": LATENCY_MS}
         row |= {"patches_per_block": per_block, "num_workers": number}
         row["samples_per_second"] = spread([run["samples_per_second"] for run in found])
-        if limit:
-            best = median(run["samples_per_second"] for run in limit)
-            row["share_of_limit"] = row["samples_per_second"]["median"] / best
+        if limit:  # of the same round: the machine is not as fast in all of them
+            shares = [run["samples_per_second"] / of["samples_per_second"] for run, of in zip(found, limit)]
+            row["share_of_limit"] = median(shares)
         row |= {figure: median(run[figure] for run in found) for figure in found[0] if figure not in row}
         row |= {"exact_resume": reader.exact_resume, "resume": reader.resume}
         rows.append(row | ({"version": version(reader.package)} if reader.package else {}))

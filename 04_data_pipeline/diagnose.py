@@ -46,7 +46,7 @@ class Diagnosis:
     waiting: float
     compute: float  # beside the loader: run 1
     at_hand: float  # the same with a batch at hand: run 2
-    load: float  # that one worker takes for a batch: run 3
+    load: float  # that one worker takes for a batch if each has a core: run 3
     startup: float  # once: what the first batch takes longer than others
     num_workers: int
     prefetch_factor: int
@@ -64,7 +64,7 @@ def take(batches: Iterable, steps: int, title: str, step: Callable | None = None
             step(batch)
             if (
                 torch.accelerator.is_available()
-            ):  # else the clock shows when it was told, not when it was done
+            ):  # the clock is to show when it was done, not when it was told
                 torch.accelerator.synchronize()
         waits.append(given - asked)
         asked = perf_counter()
@@ -86,8 +86,10 @@ def diagnose(
     """
     workers, prefetch = getattr(loader, "num_workers", 0), getattr(loader, "prefetch_factor", None) or 2
     # The first batches come from what workers put by while the first one and the first step took their time:
-    # nobody waits for those. After them, batches come in waves, of a batch from each worker, or of blocks.
-    wave, warm_up = math.lcm(max(1, workers), period), max(5, 2 * workers * prefetch, period)
+    # nobody waits for those. After them, batches come in waves, of a batch from each worker, or of blocks: a
+    # period's are in use, and each worker has put by another's.
+    wave = math.lcm(max(1, workers), period)
+    warm_up = max(5, 2 * workers * prefetch, (1 + max(1, workers)) * period)
     asked = warm_up + math.ceil(steps / wave) * wave
     waits, works, batch = take(loader, asked, "1: loader and step", step)
     if len(waits) < asked:
@@ -139,6 +141,8 @@ def report(found: Diagnosis) -> None:
     """Print a diagnosis in words."""
     batch, step = ms(found.load / max(1, found.num_workers)), ms(found.at_hand)
     reason = f"by itself the loader gives a batch every {batch}, and the step takes {step}"
+    if not found.num_workers:
+        reason += "; without workers the two may add up"
     if found.verdict == "start-up-bound":
         reason = f"the first batch takes {found.startup:.2f} s longer than others"
     print(f"\n{found.verdict}: {reason}\ntime of a run of {found.run_steps:,} steps")
@@ -220,7 +224,8 @@ def diagnose_training(train: Any, args: argparse.Namespace, steps: int, naive: b
         loader, period = DataLoader(OneByOne(training), batch_sampler=samples, **start), 1
     else:  # lanes begin their blocks together: after so many steps all have used theirs up
         loader = train.make_loader(training, endless, world_size=ranks)
-        period = args.accumulate * math.ceil(args.shuffle_blocks * args.patches_per_block / args.batch_size)
+        visit = args.shuffle_blocks * args.patches_per_block
+        period = args.accumulate * math.lcm(visit, args.batch_size) // args.batch_size
     return diagnose(loader, step, steps, args.max_steps * args.accumulate, period)
 
 
@@ -231,9 +236,9 @@ def plan_here(found: Diagnosis, ranks: int) -> None:
     memory, shm = psutil.virtual_memory().available, Path("/dev/shm")
     sizes = {"batch_bytes": found.batch_bytes, "worker_bytes": psutil.Process().memory_info().rss}
     sizes |= {"memory": memory, "shm": shutil.disk_usage(shm).free if shm.exists() else math.inf}
-    plan_workers(
-        found.load, found.at_hand, os.cpu_count(), ranks, prefetch_factor=found.prefetch_factor, **sizes
-    )
+    own = hasattr(os, "sched_getaffinity")  # where a job has some of a node's cores, count those
+    cores = len(os.sched_getaffinity(0)) if own else os.cpu_count()
+    plan_workers(found.load, found.at_hand, cores, ranks, prefetch_factor=found.prefetch_factor, **sizes)
 
 
 def save(rows: list[dict], flags: list[str]) -> None:

@@ -332,8 +332,10 @@ class Patches(Dataset):
         corners = list(zip(self.months[times], rows, columns))
         means = np.stack([self.cut(self.climatology[month], row, column) for month, row, column in corners])
         valid = np.stack([self.cut(self.valid[None], row, column) for _, row, column in corners])
-        target = (fields - means) / self.std
-        np.copyto(target, 0, where=~valid)
+        target = np.subtract(fields, means, out=means)  # in place: new memory costs as much as the sum
+        target /= self.std
+        if not valid.all():
+            np.copyto(target, 0, where=~valid)
         if not np.isfinite(target.sum()) and not np.isfinite(target).all():  # the sum is quick
             date = str(self.times[times[np.argwhere(~np.isfinite(target))[0, 0]]])[:16]
             hole = f"NaN or infinity on {date}: a value or a chunk is missing"
@@ -341,7 +343,9 @@ class Patches(Dataset):
         seen, unseen = ((valid & cells[:, None]).astype("float32") for cells in (swaths, ~swaths))
         latitude = np.deg2rad(self.latitude[rows[:, None] + np.arange(self.size)])[:, None, :, None]
         weight = unseen * np.cos(latitude).clip(0).astype("float32")
-        inputs = np.concatenate([target * seen, seen], axis=1)
+        inputs = np.empty((len(times), len(self.std) + 1, self.size, self.size), "float32")
+        np.multiply(target, seen, out=inputs[:, :-1])
+        inputs[:, -1:] = seen
         return {"input": inputs, "target": target, "unseen": unseen, "weight": weight}
 
     def fields(self, step: int, k: int, sample: dict) -> tuple[np.ndarray, np.ndarray]:

@@ -254,10 +254,7 @@ def test_every_study_has_a_quick_form() -> None:
 
 def saved(study: str) -> list[dict]:
     """The rows of a study that is committed."""
-    path = CHAPTER / f"results/{study}.json"
-    if not path.exists():
-        pytest.skip(f"{study} has not been measured yet")
-    return book.results(path)["rows"]
+    return book.results(CHAPTER / f"results/{study}.json")["rows"]
 
 
 def test_the_committed_ladder_keeps_its_promise() -> None:
@@ -268,13 +265,15 @@ def test_the_committed_ladder_keeps_its_promise() -> None:
 def test_the_committed_shares_of_waiting_keep_their_promise() -> None:
     shares = [(row["loader"], row["data_wait_share"]["median"]) for row in saved("wait")]
     assert {loader for loader, _ in shares} == {"naive", "final"}
-    assert all(share > 0.75 if loader == "naive" else share < 0.03 for loader, share in shares), shares
+    assert all(share > 0.8 if loader == "naive" else share < 0.03 for loader, share in shares), shares
 
 
 def test_the_committed_memory_is_flat() -> None:
-    rows = [row for row in saved("memory") if "step" in row]
+    rows = saved("memory")
     for number in (0, 1):
-        found = [row["rss_mb"] for row in rows if row["num_workers"] == number]
+        found = [row["rss_mb"] for row in rows if row["num_workers"] == number and "step" in row]
+        (bound,) = (row["bound_mb"] for row in rows if row["num_workers"] == number and "bound_mb" in row)
         assert len(found) == 40
+        assert max(found) - min(found) < bound
         third, fourth = median(found[20:30]), median(found[30:])  # maps that are being read come and go
         assert fourth < 1.03 * third, number

@@ -128,12 +128,12 @@ def test_a_loader_that_still_lives_on_its_stock_is_told(clock: Clock) -> None:
 
 
 def test_of_blocks_whole_ones_are_counted(clock: Clock) -> None:
-    """Every tenth batch waits for new blocks, and those of the first ten come slowly."""
+    """Every tenth batch waits for new blocks, after ten that come slowly and ten from stock."""
 
     class Blocks:
         def __iter__(self) -> Iterator[int]:
             for number in itertools.count():
-                clock.work(1.0 if number % 10 == 0 or number < 10 else 0.0)
+                clock.work(1.0 if number < 10 or (number % 10 == 0 and number >= 20) else 0.0)
                 yield number
 
     found = chapter.diagnose(Blocks(), steps_of(clock, 0.05), steps=12, period=10)

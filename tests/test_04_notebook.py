@@ -1,8 +1,8 @@
-"""Chapter 4's notebook, from top to bottom: which map a sample is from, the waiting in each step, the ladder."""
+"""Chapter 4's notebook, from top to bottom: which map a sample is from, the waiting in each step, the studies."""
 
 import book
 
-PICTURES = 4  # three kinds of mixing, the waiting of two loaders, that of the results, the ladder
+PICTURES = 6  # mixing, two of waiting, the ladder, workers, widths of shuffle
 
 
 def test_the_notebook_runs_with_reduced_settings() -> None:
