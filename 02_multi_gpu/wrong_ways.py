@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import tempfile
 from datetime import date, timedelta
 from functools import cache
@@ -228,9 +229,10 @@ class Stream(IterableDataset):
 
 def iterable_copied(rank: int) -> dict:
     """An IterableDataset is copied to every worker of every rank, and each copy yields all of it."""
-    seen, quickly = {}, "fork" if "fork" in torch.multiprocessing.get_all_start_methods() else None
+    # Not by fork: gloo's threads run, and a copied process may wait for ever for a lock that one of them held.
+    seen, method = {}, "spawn" if sys.platform == "win32" else "forkserver"
     for name, shared in (("wrong", False), ("right", True)):
-        loader = DataLoader(Stream(rank, shared), num_workers=2, multiprocessing_context=quickly)
+        loader = DataLoader(Stream(rank, shared), num_workers=2, multiprocessing_context=method)
         seen[name] = sum(gathered(sum(1 for _ in loader)))
     return {"what": "samples in an epoch of 16", **seen, "truth": 16}
 
