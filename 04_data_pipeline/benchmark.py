@@ -253,7 +253,7 @@ def measure(way: Way, server: Server, seconds: float, step: Callable[[dict], Non
     batches = iter(loader)
     next(batches)
     first = perf_counter() - began
-    # At least what is in stock now; while that is used up, more is made, to the end of the second half or of the time.
+    # Use up what is in stock, and as long as there is time also what is made meanwhile.
     while (
         number % period or number < stock / 2 or (number < stock and perf_counter() - began - first < seconds)
     ):

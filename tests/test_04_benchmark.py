@@ -223,7 +223,7 @@ def test_a_process_of_its_own_that_fails_or_hangs_is_reported_and_ended(script) 
 
 @thorough
 def test_every_study_has_a_quick_form() -> None:
-    studies = "sweep dask persistent wait memory shuffle"
+    studies = "sweep workers dask persistent wait memory shuffle"
     flags = "--quick --repeats 1 --seconds 0.1".split()
     done = programs.require_success("04_data_pipeline/benchmark.py", *studies.split(), *flags, timeout=900)
     rows = {study: [] for study in studies.split()}
@@ -238,6 +238,13 @@ def test_every_study_has_a_quick_form() -> None:
     assert {(row.get("num_workers"), row.get("with_step")) for row in rows["sweep"][:-2]} == {
         (workers, step) for workers in (0, 1) for step in (False, True)
     }
+    assert [(row.get("num_workers"), row.get("with_step")) for row in rows["workers"]] == [
+        (1, False),
+        (0, True),
+        (1, True),
+        (None, None),
+    ]
+    assert all(row["samples_per_second"]["median"] > 0 for row in rows["workers"][:-1])
     for row in rows["dask"]:
         assert row["samples_per_second"]["median"] > 0 and "error" not in row, row
         assert len(row["worker_threads"]) == row["num_workers"]
