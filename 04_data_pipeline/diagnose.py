@@ -62,10 +62,8 @@ def take(batches: Iterable, steps: int, title: str, step: Callable | None = None
         given = perf_counter()
         if step:
             step(batch)
-            if (
-                torch.accelerator.is_available()
-            ):  # the clock is to show when it was done, not when it was told
-                torch.accelerator.synchronize()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # the clock is to show when it was done, not when it was told
         waits.append(given - asked)
         asked = perf_counter()
         works.append(asked - given)
