@@ -1,10 +1,10 @@
 """What keeps text, code, figures and notebooks together. No chapter needs this file.
 
-A README.md imports it in its cog blocks, which are run from the repository's root, and the tests
+A page imports it in its cog blocks, which are run from the repository's root, and the tests
 import it. Relative paths are taken from the root, wherever the caller stands.
 
     uv run python tests/book.py notebooks [PATH ...]    # execute notebooks and save them in place
-    uv run python tests/book.py readme                  # fill the cog blocks of every README.md
+    uv run python tests/book.py readme                  # fill the cog blocks of every page
 """
 
 import argparse
@@ -46,6 +46,11 @@ def files(pattern: str = "*") -> list[Path]:
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found = sorted({ROOT / name for name in listed.split("\0") if name})
     return [path for path in found if path.match(pattern) and path.is_file()]
+
+
+def pages() -> list[Path]:
+    """The pages that a reader reads: every README.md, and every entry of the appendix."""
+    return sorted({*files("README.md"), *files("appendix/*.md")})
 
 
 def clone(folder: Path) -> Path:
@@ -449,10 +454,10 @@ def main(argv: list[str] | None = None) -> int:
     programs = parser.add_subparsers(dest="program", required=True)
     notebooks = programs.add_parser("notebooks", help="execute notebooks and save them in place")
     notebooks.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="all if none is named")
-    programs.add_parser("readme", help="fill the cog blocks of every README.md")
+    programs.add_parser("readme", help="fill the cog blocks of every README.md and of the appendix's pages")
     options = parser.parse_args(argv)
     if options.program == "readme":
-        names = [str(path.relative_to(ROOT)) for path in files("README.md")]
+        names = [str(path.relative_to(ROOT)) for path in pages()]
         return subprocess.run([sys.executable, "-m", "cogapp", "-r", *names], cwd=ROOT).returncode
     for path in [path.resolve() for path in options.paths] or files("*.ipynb"):
         save(clean(execute(path)), path)

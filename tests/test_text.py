@@ -33,9 +33,10 @@ MAX_CHANGED_LINES_ELSEWHERE = 150
 MAX_CODE_LINES = {"01_setup": 355, "02_multi_gpu": 410, "03_cloud_data": 600}  # of a train*.py
 MAX_CODE_LINES_ELSEWHERE = 720
 MAX_PAGE_LINES, MAX_PAGE_WORDS = 600, 6_000  # of a walkthrough, without what renders to nothing
+MAX_ENTRY_LINES = 150  # of a page of the appendix
 
 HERE = Path(__file__).parent
-READMES = book.files("README.md")
+PAGES = book.pages()
 MARKDOWN = book.files("*.md")
 NOTEBOOKS = book.files("*.ipynb")
 SCRIPTS = [path for path in book.files("train*.py") if path.parent.name in CHAPTERS]
@@ -60,26 +61,36 @@ def complaint(*command: str) -> str:
 
 # Without this, a test below with nothing to check would be skipped in silence.
 def test_there_is_something_to_check() -> None:
-    assert book.ROOT / "README.md" in READMES
-    assert book.ROOT / "01_setup" / "README.md" in READMES
+    assert book.ROOT / "README.md" in PAGES
+    assert book.ROOT / "01_setup" / "README.md" in PAGES
+    assert book.ROOT / "appendix" / "chunk_size.md" in PAGES
     assert book.ROOT / "01_setup" / "train.py" in SCRIPTS
     assert book.ROOT / "01_setup" / "notebook.ipynb" in NOTEBOOKS
-    assert any(book.commands(readme) for readme in READMES)
+    assert any(book.commands(page) for page in PAGES)
 
 
 # ---------------------------------------------------------------------------------------- walkthroughs
 
 
 def test_what_cog_wrote_is_up_to_date() -> None:
-    names = [relative(readme) for readme in READMES]
+    names = [relative(page) for page in PAGES]
     assert complaint(sys.executable, "-m", "cogapp", "--check", *names) == ""
 
 
-@pytest.mark.parametrize("readme", [path for path in READMES if path.parent.name in CHAPTERS], ids=relative)
-def test_a_page_is_read_in_half_an_hour(readme: Path) -> None:
-    rendered = re.sub(r"<!--.*?-->", "", readme.read_text(), flags=re.DOTALL)  # no cog block
-    assert len(rendered.splitlines()) <= MAX_PAGE_LINES
-    assert len(rendered.split()) <= MAX_PAGE_WORDS
+def rendered(page: Path) -> str:
+    """A page's text without its comments, which hold the cog blocks."""
+    return re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES if path.parent.name in CHAPTERS], ids=relative)
+def test_a_page_is_read_in_half_an_hour(page: Path) -> None:
+    assert len(rendered(page).splitlines()) <= MAX_PAGE_LINES
+    assert len(rendered(page).split()) <= MAX_PAGE_WORDS
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES if path.parent.name == "appendix"], ids=relative)
+def test_an_entry_of_the_appendix_is_short(page: Path) -> None:
+    assert len(rendered(page).splitlines()) <= MAX_ENTRY_LINES
 
 
 @pytest.mark.parametrize("markdown", MARKDOWN, ids=relative)
@@ -118,10 +129,10 @@ def missing_paths(block: list[str], start: Path) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("readme", READMES, ids=relative)
-def test_every_folder_and_script_in_a_command_exists(readme: Path) -> None:
-    blocks = book.command_blocks(readme)
-    assert [path for block in blocks for path in missing_paths(block, readme.parent)] == []
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_every_folder_and_script_in_a_command_exists(page: Path) -> None:
+    blocks = book.command_blocks(page)
+    assert [path for block in blocks for path in missing_paths(block, page.parent)] == []
 
 
 @pytest.mark.thorough
