@@ -1,0 +1,303 @@
+"""Appendix, raw PyTorch or Lightning: the lines add up and cannot drift, and Lightning does what the page says."""
+
+import os
+import random
+import shutil
+import urllib.request
+from pathlib import Path
+
+import book
+import buckets
+import fsspec
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from runs import load
+from test_text import code_lines
+from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+chapter = load("appendix/raw_or_lightning.py", "appendix_raw_or_lightning")
+SCRIPTS = [script for sides in chapter.SCRIPTS.values() for script in sides.values()]
+LIGHTNING_2 = "02_multi_gpu/train.py"
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, int]]:
+    """The lines of each row in each script, as the page has them."""
+    return {row.pop("row"): row for row in chapter.main([])}
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The four scripts in a folder of their own, to be changed."""
+    for script in SCRIPTS:
+        (tmp_path / script).parent.mkdir(exist_ok=True)
+        shutil.copy(book.ROOT / script, tmp_path / script)
+    return tmp_path
+
+
+# -------------------------------------------------------------------------------------------- the lines
+
+
+def test_the_rows_add_up_to_each_scripts_code_lines(rows: dict) -> None:
+    assert [*rows] == [*chapter.ROWS, "total"]
+    for script in SCRIPTS:
+        assert rows["total"][script] == code_lines((book.ROOT / script).read_text())
+        assert sum(rows[row][script] for row in chapter.ROWS) == rows["total"][script]
+        assert rows["everything else"][script] <= 5
+
+
+def test_what_the_page_says_of_the_lines(rows: dict) -> None:
+    for sides in chapter.SCRIPTS.values():
+        lightning, by_hand = ({name: row[script] for name, row in rows.items()} for script in sides.values())
+        assert lightning["shared"] == by_hand["shared"] > 0.7 * max(lightning["total"], by_hand["total"])
+        assert 0 <= lightning["total"] - by_hand["total"] < 10
+        for name in ("precision", "checkpoints in the cloud"):
+            assert lightning[name] == by_hand[name] == 0
+        assert (lightning["sanity check"], by_hand["sanity check"]) == (1, 0)
+
+
+def test_neither_side_is_faster_by_more_than_its_runs_differ() -> None:
+    runs = [(1, row) for row in book.results("01_setup/results/scripts.json")["rows"]]
+    runs += [(row["devices"] + 1, row) for row in book.results("02_multi_gpu/results/commands.json")["rows"]]
+    for pair in {number for number, _ in runs}:
+        one, other = (row["samples_per_second"] for number, row in runs if number == pair)
+        assert one["min"] <= other["max"] and other["min"] <= one["max"]
+
+
+def test_a_row_shows_its_lines(capsys: pytest.CaptureFixture) -> None:
+    chapter.main(["--show", "sanity check"])
+    assert capsys.readouterr().out.count("num_sanity_val_steps=0,") == 2
+
+
+def test_a_line_that_both_sides_have_is_shared_whatever_its_comment(copy: Path) -> None:
+    before = chapter.count(copy)["01_setup/train.py"]
+    for script in SCRIPTS[:2]:
+        text = (copy / script).read_text()
+        why = "  # why" if script == SCRIPTS[0] else ""
+        (copy / script).write_text(text.replace("    began = ", f"    one_more = 1{why}\n    began = "))
+    after = chapter.count(copy)["01_setup/train.py"]
+    assert {
+        row: len(after[row]) - len(before[row]) for row in after if len(after[row]) != len(before[row])
+    } == {"shared": 1}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place"),
+    [
+        ("num_sanity_val_steps=0", "num_sanity_steps=0", "0 lines hold `num_sanity_val_steps=`"),
+        ("import warnings\n", "import warnings\nimport warnings\n", "2 lines hold `import warnings`"),
+        ("class StepCheckpoint", "class Steps", "0 definitions are called `StepCheckpoint`"),
+        ("    several = ", "    every = ", "2 definitions are called `main.every`"),
+    ],
+)
+def test_a_place_that_is_gone_or_there_twice_ends_the_count(
+    old: str, new: str, place: str, copy: Path, capsys: pytest.CaptureFixture
+) -> None:
+    text = (copy / LIGHTNING_2).read_text()
+    assert text.count(old) == 1
+    (copy / LIGHTNING_2).write_text(text.replace(old, new))
+    with pytest.raises(SystemExit) as ended:
+        chapter.main(["--book", str(copy)])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2
+    assert f"--book {copy}: {LIGHTNING_2}: {place}" in last
+
+
+@pytest.mark.parametrize(
+    ("row", "place", "why"),
+    [
+        ("precision", "num_sanity_val_steps=0", "already counted"),  # a line in two rows
+        ("precision", "main.trainer", "already counted"),  # a definition in two rows
+        ("precision", "began = perf_counter()", "no line of code that only this side has"),  # a shared one
+    ],
+)
+def test_no_line_is_counted_twice(row: str, place: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chapter.MORE["01_setup/train.py"], row, place)
+    with pytest.raises(LookupError, match=why):
+        chapter.count(book.ROOT)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [(["--book", "nowhere"], "--book nowhere"), (["--show", "nothing"], "--show: ")]
+)
+def test_bad_input_is_named_with_its_flag(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        chapter.main(flags)
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert named in printed.err.splitlines()[-1]
+
+
+# ----------------------------------------------------------------------------- what Lightning does unasked
+
+
+class Line(LightningModule):
+    """One linear layer, which writes down what is called, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.calls: list[str] = []
+        self.dtypes: set[torch.dtype] = set()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.calls.append("forward")
+        prediction = self.layer(batch)
+        self.dtypes.add(prediction.dtype)
+        return prediction.square().mean()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.calls.append("validate")
+        self.dtypes.add(self.layer(batch).dtype)
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.calls.append("zero_grad")
+
+    def on_after_backward(self) -> None:
+        self.calls.append("backward")
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.calls.append("step")
+
+    def on_train_epoch_end(self) -> None:
+        self.calls.append("epoch ends")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(**options) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"enable_checkpointing": False, "max_epochs": 1, "accelerator": "cpu", "devices": 1}
+    return Trainer(**quiet | options)
+
+
+def loader(batches: int) -> DataLoader:
+    return DataLoader(torch.ones(2 * batches, 4), batch_size=2)
+
+
+@pytest.mark.parametrize(("options", "first"), [({}, 2), ({"num_sanity_val_steps": 0}, 0)])
+def test_two_batches_are_validated_before_training_and_all_before_the_epoch_ends(
+    options: dict, first: int
+) -> None:
+    model = Line()
+    trainer(**options).fit(model, loader(1), loader(3))
+    one_step = ["forward", "zero_grad", "backward", "step"]  # and not zero_grad, forward, as by hand
+    assert model.calls == first * ["validate"] + one_step + 3 * ["validate"] + ["epoch ends"]
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_under_ddp_a_loader_in_order_is_replaced_by_one_that_shuffles(replace: bool) -> None:
+    once = trainer(strategy="ddp", use_distributed_sampler=replace)  # a group of one rank
+    try:
+        once.fit(Line(), loader(3))
+        sampler = once.train_dataloader.sampler
+    finally:
+        torch.distributed.destroy_process_group()
+    assert type(sampler) is (DistributedSampler if replace else SequentialSampler)
+    assert getattr(sampler, "shuffle", False) is replace
+
+
+def test_bf16_mixed_is_autocast_in_training_and_validation() -> None:
+    model = Line()
+    trainer(precision="bf16-mixed").fit(model, loader(1), loader(1))
+    assert model.calls.count("validate") == 2  # one in the sanity check
+    by_hand = torch.nn.Linear(4, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {by_hand(torch.ones(2, 4)).dtype} == model.dtypes == {torch.bfloat16}
+    assert model.layer.weight.dtype == by_hand.weight.dtype == torch.float32
+    assert trainer(precision="16-mixed").precision_plugin.precision == "bf16-mixed"  # on a CPU
+
+
+def test_deterministic_outlives_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # which Lightning sets, and pytest then puts back
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        trainer(deterministic=True)
+        trainer()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_seed_everything_seeds_the_global_generators_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+    own = np.random.default_rng()
+
+    def draw() -> list[float]:
+        seed_everything(1, verbose=False)
+        return [random.random(), np.random.rand(), torch.rand(1).item(), own.random()]
+
+    assert [one == other for one, other in zip(draw(), draw())] == [True, True, True, False]
+
+
+# ---------------------------------------------------------------------------------- checkpoints by URL
+
+
+def resumes(url: str, weights: torch.Tensor, steps: int) -> None:
+    """A run of no more steps starts from a checkpoint's weights and step."""
+    model, again = Line(), trainer(max_epochs=-1, max_steps=steps)
+    again.fit(model, loader(steps), ckpt_path=url)
+    assert again.global_step == steps
+    assert torch.equal(model.layer.weight, weights)
+
+
+def test_a_checkpoint_by_url_is_there_and_resumes() -> None:
+    files = fsspec.filesystem("memory")
+    model, callback = Line(), ModelCheckpoint("memory://raw_or_lightning/run", save_last=True)
+    try:
+        trainer(enable_checkpointing=True, callbacks=[callback]).fit(model, loader(3))
+        assert files.exists("/raw_or_lightning/run/last.ckpt")
+        resumes("memory://raw_or_lightning/run/last.ckpt", model.layer.weight, 3)
+        with files.open("/raw_or_lightning/run/last.ckpt") as file:
+            parts = set(torch.load(file, weights_only=True))
+        assert parts == {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops"} | {
+            "callbacks",
+            "optimizer_states",
+            "lr_schedulers",
+        }  # and no state of a random generator
+
+        with fsspec.open("memory://raw_or_lightning/by_hand.ckpt", "wb") as file:
+            torch.save(model.state_dict(), file)
+        with fsspec.open("memory://raw_or_lightning/by_hand.ckpt") as file:
+            assert torch.equal(torch.load(file, weights_only=True)["layer.weight"], model.layer.weight)
+    finally:
+        files.rm("/raw_or_lightning", recursive=True)
+
+
+def test_a_checkpoint_waits_for_all_ranks_and_its_callback_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = ModelCheckpoint(tmp_path)
+    saving = trainer(enable_checkpointing=True, callbacks=[saver, Callback()])
+    assert saving.callbacks[-1] is saver
+    saving.fit(Line(), loader(1))
+    barriers = []
+    monkeypatch.setattr(
+        saving.strategy, "barrier", lambda name=None: barriers.append(Path(tmp_path / "x").exists())
+    )
+    saving.save_checkpoint(tmp_path / "x")
+    assert barriers == [True]  # after the file, and so a rank that is alone waits there for ever
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_goes_to_s3_by_obstore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from obstore.fsspec import register
+
+    with buckets.serving(tmp_path, latency_ms=0) as address:
+        urllib.request.urlopen(urllib.request.Request(f"{address}/models", method="PUT")).close()
+        account = {"ENDPOINT": address, "ALLOW_HTTP": "true", "REGION": "us-east-1"}
+        for name, value in (account | {"ACCESS_KEY_ID": "me", "SECRET_ACCESS_KEY": "secret"}).items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        register("s3")
+        model, callback = Line(), ModelCheckpoint("s3://models/run", save_last=True)
+        trainer(enable_checkpointing=True, callbacks=[callback]).fit(model, loader(3))
+        resumes("s3://models/run/last.ckpt", model.layer.weight, 3)
