@@ -377,6 +377,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     torch.set_num_threads(1)  # what else runs on the machine then matters less
+    fit("none", None, args)  # what a process does once, such as loading libraries, is no step's
     plants = PLANTS if args.plant is None else dict.fromkeys(["none", args.plant])
     looks, rows = [(plant, args.num_workers) for plant in plants], []
     if args.save_results:

@@ -492,7 +492,7 @@ def main(argv: list[str] | None = None) -> dict:
     add = parser.add_argument
     add("--patch-size", type=int, default=32, help="cells along a side (default: 32)")
     add("--patches", type=int, default=100, help="random ones in each measurement (default: 100)")
-    add("--rounds", type=int, default=3, help="of all formats in turn (default: 3)")
+    add("--rounds", type=int, default=1, help="of all formats in turn (default: 1)")
     add("--save-results", action="store_true", help="as results/storage_formats.json")
     args = parser.parse_args(argv)
     for name in ("patch_size", "patches", "rounds"):

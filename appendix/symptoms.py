@@ -101,9 +101,10 @@ def array_kept() -> tuple[str, str]:
         dataset = xarray.open_dataset(folder, engine="zarr", chunks=None, consolidated=False, **options)
         tracemalloc.start()
         dataset["wind"].values.mean()
-        held, _ = tracemalloc.get_traced_memory()
+        arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+        held = tracemalloc.take_snapshot().filter_traces([arrays]).traces
         tracemalloc.stop()
-        return f"{held / 1e6:.0f} MB"
+        return f"{sum(trace.size for trace in held) / 1e6:.0f} MB"
 
     with tempfile.TemporaryDirectory() as folder:
         field = xarray.Dataset({"wind": ("x", np.ones(1_000_000, "float32"))})

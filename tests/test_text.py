@@ -90,7 +90,8 @@ def test_a_page_is_read_in_half_an_hour(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [path for path in PAGES if path.parent.name == "appendix"], ids=relative)
 def test_an_entry_of_the_appendix_is_short(page: Path) -> None:
-    assert len(rendered(page).splitlines()) <= MAX_ENTRY_LINES
+    shown = re.sub(r"\n{3,}", "\n\n", rendered(page))  # a run of blank lines renders as one
+    assert len(shown.splitlines()) <= MAX_ENTRY_LINES
 
 
 @pytest.mark.parametrize("markdown", MARKDOWN, ids=relative)
