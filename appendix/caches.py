@@ -367,7 +367,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
     args = parser.parse_args(argv)
     if args.items < 48 or args.items % 48:
         parser.error(f"--items {args.items}: give a multiple of 48, which {LANES} lanes and 8 ranks divide")
-    limited = {"epochs": (2, 10_000), "maps": (2, 132), "rounds": (1, 1000), "latency_ms": (0, 10_000)}
+    limited = {
+        "seed": (0, 2**32),
+        "epochs": (2, 10_000),
+        "maps": (2, 132),
+        "rounds": (1, 1000),
+        "latency_ms": (0, 10_000),
+    }
     for name, (least, most) in limited.items():
         if not least <= getattr(args, name) <= most:
             given = f"--{name.replace('_', '-')} {getattr(args, name)}"

@@ -149,7 +149,9 @@ def main(argv: list[str] | None = None) -> list[Cost]:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number above 0")
     try:
         itemsize = np.dtype(args.dtype).itemsize
-    except TypeError:
+        if not itemsize:
+            raise TypeError("a type without a size")
+    except (TypeError, ValueError, SyntaxError):
         parser.error(f"--dtype {args.dtype}: NumPy has no such type; give one such as float32")
     store = Store(args.latency_ms / 1e3, args.mb_per_second * 1e6, args.at_once, args.compression)
     if args.best:

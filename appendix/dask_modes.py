@@ -81,7 +81,8 @@ class Rank:
 
     def __init__(self, mode: str, path: str, address: str | None = None, threads=THREADS, zarrs=None):
         self.mode, self.closing, self.client = mode, ExitStack(), None
-        zarr.config.set({"threading.max_workers": zarrs})  # in time: Zarr makes its pool as it first reads
+        limit_of_zarr = zarr.config.set({"threading.max_workers": zarrs})
+        self.closing.enter_context(limit_of_zarr)  # in time: Zarr makes its pool as it first reads
         self.generator = np.random.default_rng(0)
         if mode in ("inside", "private", "host"):  # the host has the workers of all ranks
             workers = {"n_workers": RANKS if mode == "host" else 1, "threads_per_worker": threads}
@@ -91,7 +92,7 @@ class Rank:
         if address:
             self.client = self.closing.enter_context(Client(address))
         self.options = {"scheduler": self.client or mode, "num_workers": threads}
-        self.pool = ThreadPoolExecutor(threads)
+        self.pool = self.closing.enter_context(ThreadPoolExecutor(threads))
         self.stores = LocalStore(path), Bucket(LocalStore(path))
 
     def overhead(self, tasks: int) -> float:
@@ -217,11 +218,11 @@ def compare(cases: list[dict], args: argparse.Namespace) -> list[dict]:
         def both(ranks: list[Remote], *call: object) -> list:
             return [answer.result() for answer in [rank(*call) for rank in ranks]]
 
-        for number in range(args.repeats + 1):  # the first time, short, makes pools and caches files
-            tasks, seconds = (args.tasks, args.seconds) if number else (1, 0.0)
+        for number in range(args.repeats + 1):  # the first time makes pools, fills caches, and does not count
+            seconds = args.seconds if number else 0.0
             for runs, (ranks, _) in zip(found, teams):
-                run = {"us_alone": ranks[0]("overhead", tasks).result()}
-                run["us_both"] = sum(both(ranks, "overhead", tasks)) / RANKS
+                run = {"us_alone": ranks[0]("overhead", args.tasks).result()}
+                run["us_both"] = sum(both(ranks, "overhead", args.tasks)) / RANKS
                 run["disk"], run["bucket"] = (sum(both(ranks, "read", slow, seconds)) for slow in (0, 1))
                 runs += [run] if number else []
         rows = []
@@ -284,10 +285,10 @@ def settings(gpus: int, cores: int, memory_gb: float) -> dict[str, float]:
 
     ValueError if a rank has no core.
     """
-    share = cores // gpus  # of a rank: a core for its main thread, the rest to make batches
-    if min(gpus, share) < 1 or not memory_gb > 0:
+    if gpus < 1 or cores < gpus or not memory_gb > 0:
         had = f"{gpus} GPUs, {cores} cores, {memory_gb} GB"
         raise ValueError(f"{had}: give a GPU, a core for each, and some memory")
+    share = cores // gpus  # of a rank: a core for its main thread, the rest to make batches
     rest, found = max(1, share - 1), {"gpus": gpus, "share": share}
     # While one thread waits for its bytes or for Python's lock, the other decodes.
     found["zarr_threads"] = min(2, rest)
@@ -302,19 +303,27 @@ def settings(gpus: int, cores: int, memory_gb: float) -> dict[str, float]:
     return found
 
 
+def limit(gigabytes: float) -> str:
+    """Rounded down, so that the sum stays within; in MB where a GB is too coarse, for "0GB" is no limit at all."""
+    return f"{int(gigabytes)}GB" if gigabytes >= 10 else f"{int(1000 * gigabytes)}MB"
+
+
 def lines(found: dict[str, float]) -> dict[str, list[str]]:
     """The same as lines to copy, for each way to work."""
-    f = {name: round(value) for name, value in found.items()}
+    f = {name: limit(value) if name.endswith("_gb") else value for name, value in found.items()}
     zarrs = 'zarr.config.set({{"threading.max_workers": {}}})'.format
-    cluster = 'LocalCluster(n_workers={}, threads_per_worker={}, memory_limit="{}GB"'.format
+    cluster = 'LocalCluster(n_workers={}, threads_per_worker={}, memory_limit="{}"'.format
     private = cluster(f["processes"], f["threads"], f["limit_gb"]) + ', dashboard_address=":0")'
     shared = cluster(f["gpus"] * f["processes"], f["threads"], f["limit_gb"]) + ")"
     alone = cluster(f["alone"], f["alone_threads"], f["alone_limit_gb"]) + ")"
     environment = f"ZARR_THREADING__MAX_WORKERS={f['threads']}"
     return {
         "in every shell": ["OMP_NUM_THREADS=1"],
-        "no Dask": [f"DataLoader(..., num_workers={f['num_workers']})", zarrs(f["zarr_threads"])],
-        "synchronous": ['dask.config.set(scheduler="synchronous")'],
+        "no Dask": [
+            f"ZARR_THREADING__MAX_WORKERS={f['zarr_threads']}",
+            f"DataLoader(..., num_workers={f['num_workers']})",
+        ],
+        "synchronous": ["DASK_SCHEDULER=synchronous"],
         "threads": [f'dask.config.set(scheduler="threads", num_workers={f["threads"]})', zarrs(f["threads"])],
         "private": [environment, private],
         "shared": [environment, shared, "Client(address)  # in each rank"],
@@ -382,6 +391,8 @@ def main(argv: list[str] | None = None) -> list[dict] | dict:
     for name in ("repeats", "tasks", "seconds", "dashboard"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             parser.error(f"--{name} {getattr(args, name)}: give a number above 0")
+    if args.save_results and args.modes != list(MODES):
+        parser.error("--save-results: measures all modes; leave out --modes")
     if args.settings:
         try:
             found = settings(*args.settings)
@@ -390,11 +401,11 @@ def main(argv: list[str] | None = None) -> list[dict] | dict:
         for name, each in lines(found).items():
             print(*(f"{title:17}{line}" for title, line in zip([name, "", ""], each)), sep="\n")
         return found
+    if not WINDS.exists():
+        parser.error(f"../01_setup/data/{WINDS.name} is missing: run this in a copy of the whole book")
     if args.dashboard:
         show_dashboard(args.dashboard)
         return []
-    if not WINDS.exists():
-        parser.error(f"no {WINDS.name}: run this in the book's repository, which has it in 01_setup/data")
     rows = []
     if not args.memory or args.save_results:
         cases = [{"mode": mode} for mode in args.modes]

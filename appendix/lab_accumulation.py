@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-BATCH, ROUNDING = 16, 1e-12  # samples; the a difference of gradients in float64
+BATCH, ROUNDING = 16, 1e-12  # samples; a relative difference of gradients in float64
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made inside the block: those alive `now`, and the `peak`.
+    """Counts the bytes of all tensors that operators give back inside the block: those alive `now`, and the `peak`.
 
-    Exact on any machine, for it counts tensors, not what an allocator or the system sets aside for them.
+    The same on any machine: what an operator takes for itself meanwhile, and what an allocator sets aside, is not in it.
     """
 
     def __init__(self):

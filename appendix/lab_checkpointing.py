@@ -21,9 +21,9 @@ KEPT_BY_LAYER = 3  # tensors that a layer keeps: the inputs of its convolution, 
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made inside the block: those alive `now`, and the `peak`.
+    """Counts the bytes of all tensors that operators give back inside the block: those alive `now`, and the `peak`.
 
-    Exact on any machine, for it counts tensors, not what an allocator or the system sets aside for them.
+    The same on any machine: what an operator takes for itself meanwhile, and what an allocator sets aside, is not in it.
     """
 
     def __init__(self):

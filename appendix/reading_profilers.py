@@ -15,6 +15,7 @@ import logging
 import os
 import platform
 import pstats
+import sys
 import warnings
 from collections import Counter, defaultdict
 from datetime import date
@@ -23,8 +24,8 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-os.environ["KINETO_LOG_LEVEL"] = "99"  # before torch is imported: the tracer is talkative
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: the tracer is talkative
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import lightning as L
 import numpy as np
@@ -392,7 +393,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         rows += [row for plant in PLANTS for row in overhead(plant, args)]
         for row in rows[-len(PLANTS) * len(PROFILERS) :]:
             print(f"plant: {row['plant']}, {row['profiler']}: {row['median']:.2f} times the step's time")
-        save(rows, args, "uv run python reading_profilers.py --save-results")
+        flags = sys.argv[1:] if argv is None else argv
+        save(rows, args, " ".join(["uv run python reading_profilers.py", *flags]))
     return rows
 
 

@@ -36,6 +36,7 @@ import pyarrow.parquet as pq
 import webdataset as wds
 import xarray as xr
 import zarr
+from zarr.abc.store import Store
 from zarr.codecs import ZstdCodec
 from zarr.storage import LocalStore, WrapperStore
 
@@ -77,6 +78,9 @@ class CountedStore(WrapperStore):
         found = await super().get(key, prototype, byte_range)
         self.asked.append(len(found) if found else 0)
         return found
+
+    if hasattr(Store, "get_ranges"):  # in newer Zarrs: by get(), and not past it
+        get_ranges = Store.get_ranges
 
 
 # ------------------------------------------------------------------------------------ the formats
@@ -498,6 +502,8 @@ def main(argv: list[str] | None = None) -> dict:
     for name in ("patch_size", "patches", "rounds"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1")
+    if not WINDS.exists():
+        parser.error(f"../01_setup/data/{WINDS.name} is missing: run this in a copy of the whole book")
     with xr.open_dataset(WINDS, engine="h5netcdf") as file:
         winds = file.load().drop_encoding()
     if args.patch_size > min(grid(winds)):

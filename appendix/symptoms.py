@@ -100,10 +100,12 @@ def array_kept() -> tuple[str, str]:
     def kept(**options) -> str:
         dataset = xarray.open_dataset(folder, engine="zarr", chunks=None, consolidated=False, **options)
         tracemalloc.start()
-        dataset["wind"].values.mean()
-        arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
-        held = tracemalloc.take_snapshot().filter_traces([arrays]).traces
-        tracemalloc.stop()
+        try:
+            dataset["wind"].values.mean()
+            arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+            held = tracemalloc.take_snapshot().filter_traces([arrays]).traces
+        finally:
+            tracemalloc.stop()
         return f"{sum(trace.size for trace in held) / 1e6:.0f} MB"
 
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ import book
 import pytest
 
 FOLDER = book.ROOT / "appendix"
-PICTURES = 5
+PICTURES = 7
 
 
 def test_the_index_has_every_page_and_every_page_leads_back() -> None:

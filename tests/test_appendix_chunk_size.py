@@ -70,6 +70,14 @@ def test_the_model_adds_rounds_of_requests_to_the_transfer() -> None:
     assert cost.patches_per_second == pytest.approx(1 / (5 * 0.1 / 3))  # the latency is what limits
 
 
+def test_a_chunk_is_no_longer_than_the_grid_and_equals_are_ranked_by_the_time_of_one_patch() -> None:
+    store = chunk_size.Store(latency=1, bytes_per_second=1e3, at_once=1)  # requests count, bytes hardly
+    assert chunk_size.cost([4], [64], [10], 4, store).chunk == (10,)
+    first, second = chunk_size.best([1, 1], [1, 8], 4, store, count=2)
+    assert (first.patches_per_second, second.patches_per_second) == (1, 1)
+    assert (first.chunk, second.chunk) == ((1, 1), (1, 2))
+
+
 def test_longer_latency_wants_larger_chunks() -> None:
     near, far = (
         chunk_size.best([1, 64, 64], [1464, 721, 1440], 4, chunk_size.Store(latency, 5e8, 24), count=1)[0]
@@ -87,6 +95,9 @@ def test_longer_latency_wants_larger_chunks() -> None:
         ("--patch 64 64 --grid 50 100", "--patch 64 64: larger than --grid; make the patch smaller"),
         ("--best 3", "--best 3: give at least 1, and --grid"),
         ("--latency-ms 0", "--latency-ms 0.0: give a number above 0"),
+        ("--mb-per-second 0", "--mb-per-second 0.0: give a number above 0"),
+        ("--at-once 0", "--at-once 0: give a number above 0"),
+        ("--compression -1", "--compression -1.0: give a number above 0"),
         ("--dtype flaot32", "--dtype flaot32: NumPy has no such type"),
     ],
 )

@@ -5,6 +5,7 @@ import random
 import shutil
 import urllib.request
 from pathlib import Path
+from unittest.mock import patch
 
 import book
 import buckets
@@ -194,12 +195,13 @@ def test_two_batches_are_validated_before_training_and_all_before_the_epoch_ends
 
 @pytest.mark.parametrize("replace", [True, False])
 def test_under_ddp_a_loader_in_order_is_replaced_by_one_that_shuffles(replace: bool) -> None:
-    once = trainer(strategy="ddp", use_distributed_sampler=replace)  # a group of one rank
-    try:
-        once.fit(Line(), loader(3))
-        sampler = once.train_dataloader.sampler
-    finally:
-        torch.distributed.destroy_process_group()
+    with patch.dict(os.environ):  # where Lightning leaves the rank's variables
+        once = trainer(strategy="ddp", use_distributed_sampler=replace)  # a group of one rank
+        try:
+            once.fit(Line(), loader(3))
+            sampler = once.train_dataloader.sampler
+        finally:
+            torch.distributed.destroy_process_group()
     assert type(sampler) is (DistributedSampler if replace else SequentialSampler)
     assert getattr(sampler, "shuffle", False) is replace
 

@@ -2,20 +2,34 @@
 
 import inspect
 import json
+import logging
+import os
 import pstats
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import book
 import pytest
 
 sys.path.insert(0, str(book.ROOT / "appendix"))  # a worker that is not forked imports the module by its name
-import reading_profilers as entry
+with patch.dict(os.environ):  # which it quietens torch by
+    import reading_profilers as entry
 
 RESULTS = "appendix/results/reading_profilers.json"
 entry.CHANNELS = 2  # fewer weights to fetch, and shorter traces
 STEPS, WEIGHTS = 9, sum(weights.numel() for weights in entry.Module(8, False).parameters())
 WATCH = "CheckWeights.on_train_batch_end"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def lightning_speaks_again():
+    """The script quietens Lightning's loggers; other tests read them."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +245,9 @@ def test_the_committed_results_keep_what_the_page_says():
     }
     for (plant, kind), (name, place) in expected.items():
         top = looks[plant, 0, kind]["found"][0]
-        assert top["name"] == name and (place is None or top["place"].endswith(place)), (plant, kind)
+        assert top["name"] == name, (plant, kind)
+        if place:  # but for the line's number, which moves with any line above
+            assert top["place"].rpartition(":")[0].endswith(place.rpartition(":")[0]), (plant, kind)
         assert name != looks["none", 0, kind]["found"][0]["name"], (plant, kind)
     assert looks["data", 0, "trace"]["found"][0]["filled"] < 0.1
     mm = looks["model", 0, "trace"]["found"][0]["operators"][0]
