@@ -9,6 +9,7 @@ as the weights have are sent a step, in buckets; that micro-batches send them on
 
 import argparse
 import json
+import os
 import tempfile
 from contextlib import nullcontext
 from datetime import timedelta
@@ -132,6 +133,7 @@ def work(rank: int, folder: str, parts: int) -> None:
     if rank == 0:
         Path(folder, "figures.json").write_text(json.dumps(figures))
     distributed.destroy_process_group()
+    os._exit(0)  # at once: threads of gloo may outlive its group, and abort a Python that ends in order
 
 
 def main(argv: list[str] | None = None) -> dict:
