@@ -159,10 +159,9 @@ def by_order(items: int, epochs: int, seed: int) -> list[dict]:
         for share in SHARES:
             rng, kept = np.random.default_rng(seed), round(share * items)
             bucket, cache = make_cache(Pinned if order == "pinned" else CacheStore, items, kept)
-            fill = epoch(
-                "shuffled" if order == "draws" else order, items, rng
-            )  # all items, so that it is full
-            _, *found = hit_rates(bucket, cache, [fill, *(epoch(order, items, rng) for _ in range(epochs))])
+            fill = "shuffled" if order == "draws" else order  # reads all items, so that the cache is full
+            read_in = [epoch(each, items, rng) for each in (fill, *[order] * epochs)]
+            _, *found = hit_rates(bucket, cache, read_in)
             error = float(np.std(found, ddof=1) / math.sqrt(epochs))
             row = {"study": "orders", "order": order, "share": share, "hits": float(np.mean(found))}
             rows.append(row | {"standard_error": error, "expected": expected(order, items, kept)})

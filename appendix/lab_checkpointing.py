@@ -9,40 +9,13 @@ how often the layers are run.
 
 import argparse
 import math
-import weakref
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from lab_accumulation import Live  # counts the bytes of the tensors that are alive
+from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 KEPT_BY_LAYER = 3  # tensors that a layer keeps: the inputs of its convolution, of GroupNorm and of SiLU
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that operators give back inside the block: those alive `now`, and the `peak`.
-
-    The same on any machine: what an operator takes for itself meanwhile, and what an allocator sets aside, is not in it.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.peak, self.known = 0, 0, set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for storage in (leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
-            if storage._cdata not in self.known:  # views share a storage
-                self.known.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def free(self, address: int, size: int) -> None:
-        self.known.discard(address)
-        self.now -= size
 
 
 def network(layers: int) -> nn.Sequential:

@@ -122,18 +122,11 @@ def main(argv: list[str] | None = None) -> dict:
         ("100, scaled by 65,536", 100.0, torch.amp.GradScaler("cpu")),
     ):
         scaled[label] = found = small_gradient(scaler, factor)
-        print(
-            f"float16 gradient {label:23} {found['gradient']:6.2g}   weight 0 ->{found['weight']:7.2g}   next scale {found['scale']:,.0f}"
-        )
+        step = f"weight 0 ->{found['weight']:7.2g}   next scale {found['scale']:,.0f}"
+        print(f"float16 gradient {label:23} {found['gradient']:6.2g}   {step}")
     bytes_kept = {which: found["bytes"] for which, found in (("float32", plain), ("autocast", mixed))}
-    figures = {
-        "numbers": rows,
-        "types": mixed["types"],
-        "bytes": bytes_kept,
-        "weights": grown,
-        "scaled": scaled,
-    }
-    return figures | {"gradient_error": difference.item()}
+    figures = {"numbers": rows, "types": mixed["types"], "bytes": bytes_kept, "weights": grown}
+    return figures | {"scaled": scaled, "gradient_error": difference.item()}
 
 
 if __name__ == "__main__":

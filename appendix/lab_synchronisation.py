@@ -109,11 +109,8 @@ def drift(rank: int, ddp: bool) -> float:
 def work(rank: int, folder: str, parts: int) -> None:
     """What each process does. Rank 0 writes what was found."""
     torch.set_num_threads(1)
-    limit, meeting = (
-        timedelta(minutes=5),
-        f"file://{folder}/ranks",
-    )  # on one machine, a file does for address and port
-    distributed.init_process_group("gloo", meeting, limit, RANKS, rank)
+    meeting = f"file://{folder}/ranks"  # on one machine, a file does for address and port
+    distributed.init_process_group("gloo", meeting, timedelta(minutes=5), RANKS, rank)
     weights, truth = sum(weight.nbytes for weight in network().parameters()), the_truth()
     rows = []
     for what, count, how in (

@@ -514,10 +514,8 @@ def main(argv: list[str] | None = None) -> dict:
         found = {"winds": measure(winds, Path(first), args), "large": measure(large, Path(second), args)}
         found |= sizes(winds, Path(first))
     for name, fields in (("winds", winds), ("large", large)):
-        size = f"{args.patch_size} x {args.patch_size}"
-        print(
-            f"\n{fields.sizes['time']} maps of {' x '.join(map(str, grid(fields)))} cells, patches of {size}"
-        )
+        map_size, patch = " x ".join(map(str, grid(fields))), f"{args.patch_size} x {args.patch_size}"
+        print(f"\n{fields.sizes['time']} maps of {map_size} cells, patches of {patch}")
         show(found[name], found["compressed"] if name == "winds" else {})
     for each in ("at_once", "one_by_one"):
         written = ", ".join(f"{number / 1e6:.1f}" for number in found[f"lmdb_{each}"])

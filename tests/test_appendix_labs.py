@@ -1,5 +1,6 @@
 """The appendix's five labs: each claim, by counts of bytes and calls and by equal results. No clock decides."""
 
+import importlib
 import json
 import os
 import signal
@@ -9,12 +10,11 @@ from contextlib import suppress
 
 import book
 import pytest
-from runs import load
 
 APPENDIX, LIMIT = book.ROOT / "appendix", 300  # seconds: a guard against hangs, beyond tenfold the usual time
 NAMES = ("accumulation", "precision", "checkpointing", "saving", "synchronisation")
-labs = {name: load(f"appendix/lab_{name}.py", f"lab_{name}") for name in NAMES}
-sys.modules["lab_saving"] = labs["saving"]  # it pickles its own classes, by their module's name
+sys.path.insert(0, str(APPENDIX))  # by their own names: one pickles its classes by it, one imports another
+labs = {name: importlib.import_module(f"lab_{name}") for name in NAMES}
 
 
 @pytest.fixture(scope="module")
