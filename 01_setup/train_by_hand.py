@@ -15,6 +15,7 @@ import sys
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import perf_counter
 
 import numpy as np
@@ -60,21 +61,58 @@ def open_fields(store: str, variables: list[str]) -> xr.DataArray:
     except (OSError, ValueError) as error:
         refuse(f"--store {store}: cannot be read ({type(error).__name__}); give a whole NetCDF file")
     dataset = dataset.squeeze().reset_coords(drop=True)  # a lone level, the start of a forecast
-    for dimension, signs in DIMENSIONS.items():
-        for name in list(dataset.indexes):
-            about = dataset[name].attrs
-            if signs & {name.lower(), about.get("standard_name"), about.get("axis"), about.get("units")}:
-                dataset = dataset.rename({name: dimension})
+    try:
+        dataset = rename_dimensions(dataset)
+    except ValueError as error:
+        refuse(f"--variables {' '.join(variables)}: {error}")
     for name in variables:
-        if name not in dims or not set(dataset[name].dims) == set(DIMENSIONS) <= set(dataset.indexes):
+        on_these = name in dims and sorted(dataset[name].dims) == sorted(DIMENSIONS)
+        if not on_these or not set(DIMENSIONS) <= set(dataset.indexes):
             found = "; ".join(f"{name} ({over})" for name, over in dims.items())
             refuse(f"--variables {name}: not in {store} on {', '.join(DIMENSIONS)} alone; it has {found}")
-    across = np.unwrap(dataset.longitude, period=360)  # of a region across 0 or 180 degrees
-    dataset = dataset.assign_coords(longitude=across).sortby([*DIMENSIONS])
+        if dataset[name].dtype.kind not in "iuf":
+            refuse(f"--variables {name}: its type is {dataset[name].dtype}; give variables of numbers")
+        if dataset[name].size == 0:
+            refuse(f"--variables {name}: a dimension has length 0; give variables that have values")
+    if not all(dataset.indexes[dim].is_unique for dim in DIMENSIONS):
+        refuse(f"--store {store}: a coordinate has the same value twice; give each time and place once")
+    dataset = sort_coordinates(dataset)
     fields = dataset[variables].to_dataarray("variable").astype("float32")
-    units = [dataset[name].attrs.get("units", name).replace("**", "") for name in variables]
+    fields = fields.where(np.isfinite(fields))  # infinity is no value either
+    units = [str(dataset[name].attrs.get("units", name)).replace("**", "") for name in variables]
     fields["units"] = ("variable", [unit.replace("m s-1", "m/s") for unit in units])
     return fields.transpose("time", "variable", "latitude", "longitude")
+
+
+def rename_dimensions(dataset: xr.Dataset) -> xr.Dataset:
+    """Call the dimensions time, latitude and longitude, whatever they are called in the store.
+
+    ValueError if two coordinates look like the same dimension.
+    """
+    for dimension, signs in DIMENSIONS.items():
+        found = []
+        for name in dataset.indexes:
+            about = dataset[name].attrs
+            described = [str(about.get(key)) for key in ("standard_name", "axis", "units")]
+            if signs & {name.lower(), *described}:
+                found.append(name)
+        if len(found) > 1:
+            raise ValueError(f"{' and '.join(found)} both look like {dimension}; give variables of one grid")
+        if found:
+            dataset = dataset.rename({found[0]: dimension})
+    return dataset
+
+
+def sort_coordinates(dataset: xr.Dataset) -> xr.Dataset:
+    """Sort the dimensions, with longitudes that do not jump where a region crosses 0 or 180 degrees."""
+    dataset = dataset.assign_coords(longitude=dataset.longitude + 0.0)  # np.unwrap wants no integers
+    steps = np.diff(np.unwrap(dataset.longitude, period=360))
+    if steps.min() < 0 < steps.max():  # np.unwrap takes a jump of over 180 degrees for a step across the seam
+        dataset = dataset.sortby("longitude")
+    dataset = dataset.assign_coords(longitude=np.unwrap(dataset.longitude, period=360))
+    dataset = dataset.sortby([*DIMENSIONS])
+    is_repeated = np.isclose(dataset.longitude[-1] - dataset.longitude[0], 360, atol=1e-4)  # as 0 and 360 are
+    return dataset.isel(longitude=slice(0, -1)) if is_repeated else dataset
 
 
 @lru_cache(maxsize=2)
@@ -375,20 +413,38 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             refuse(f"--{name.replace('_', '-')} {value}: too small; give at least {least}")
     if args.accelerator == "gpu" and not torch.accelerator.is_available():
         refuse("--accelerator gpu: this machine has none; give auto or cpu")
-    if Path(args.output_dir).is_file():
-        refuse(f"--output-dir {args.output_dir}: a file; give a folder")
+    if args.seed >= 2**64:
+        refuse(f"--seed {args.seed}: too large; give less than 2**64")
+    check_folder(args.output_dir)
     if args.resume == "last":
         args.resume = str(Path(args.output_dir, "last.ckpt"))
     return args
+
+
+def check_folder(folder: str) -> None:
+    """Refuse a folder in which nothing can be written, or which cannot be made."""
+    path = Path(folder).absolute()
+    try:
+        existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        TemporaryFile(dir=existing).close()
+    except OSError as error:
+        refuse(f"--output-dir {folder}: {error.strerror}; give a folder that can be written to")
 
 
 def load_checkpoint(checkpoint: str, args: argparse.Namespace) -> dict:
     """A checkpoint; refuse one that is not there, or of a run that this one cannot go on with."""
     if not Path(checkpoint).is_file():
         refuse(f"--resume {checkpoint}: no such file; to start anew, give no --resume")
-    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        missing = {"step", "options", "model", "optimizer", "schedule"} - saved.keys()
+        options = dict(saved.get("options", {}))
+    except Exception as error:  # torch raises many kinds, depending on what the bytes look like
+        refuse(f"--resume {checkpoint}: cannot be read ({type(error).__name__}); give a whole checkpoint")
+    if missing:
+        refuse(f"--resume {checkpoint}: has no {', '.join(sorted(missing))}; give a whole checkpoint")
     for name in DECISIVE.split():
-        value, before = getattr(args, name), saved.get("options", {}).get(name)
+        value, before = getattr(args, name), options.get(name)
         if value != before:
             flag = f"--{name.replace('_', '-')} {value}"
             refuse(f"{flag}: {checkpoint} has {before}; give that, or no --resume")

@@ -1,6 +1,7 @@
 """Chapter 1: both scripts, from what a sample is to a run that is killed and resumed, on any data."""
 
 import csv
+import pickle
 import re
 import shutil
 import subprocess
@@ -160,6 +161,35 @@ def test_a_region_across_a_meridian_where_the_longitudes_jump_is_whole(tmp_path:
     )
     np.testing.assert_array_equal(jump.values, even.values)
     assert set(np.diff(jump.longitude)) == {2.5}
+
+
+@pytest.mark.parametrize(
+    "columns", ["in no order", "from east to west, as integers", "the first again, 360 degrees on"]
+)
+def test_other_orders_of_longitude_are_the_same_map(
+    columns: str, tmp_path: Path, winds: xr.DataArray
+) -> None:
+    """np.unwrap would take each jump of over 180 degrees for a step across the seam."""
+    dataset = xr.load_dataset(STORE)
+    if columns == "in no order":
+        dataset = dataset.isel(longitude=np.random.default_rng(0).permutation(144))
+    elif columns == "from east to west, as integers":
+        dataset, winds = (one.isel(longitude=slice(0, None, 2)) for one in (dataset, winds))
+        dataset = dataset.isel(longitude=slice(None, None, -1))
+        dataset["longitude"] = dataset.longitude.astype("uint16")
+    else:
+        first = dataset.isel(longitude=[0])
+        dataset = xr.concat([dataset, first.assign_coords(longitude=first.longitude + 360)], "longitude")
+    dataset.to_netcdf(tmp_path / "other.nc")
+    xr.testing.assert_equal(chapter.open_fields(tmp_path / "other.nc", chapter.VARIABLES), winds)
+
+
+def test_units_may_be_a_number(tmp_path: Path) -> None:
+    dataset = xr.load_dataset(STORE)
+    dataset.eastward_wind.attrs["units"] = 1
+    dataset.to_netcdf(tmp_path / "numbers.nc")
+    training, *_ = patches("--store", tmp_path / "numbers.nc")
+    assert training.pools == {"1": [0], "m/s": [1]}
 
 
 def test_swaths_are_slanted_stripes_over_about_a_third_of_the_patch() -> None:
@@ -508,6 +538,17 @@ def test_a_finished_run_resumes_with_no_step_left(script: str, tmp_path: Path, w
     assert_same_bits(tmp_path, whole[script])
 
 
+def test_a_sampler_that_begins_at_another_step_than_training_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed at step 3 would train the samples of steps 0 to 2 again, and nobody would see it."""
+    flags = [*SMALL, "--output-dir", str(tmp_path)]
+    assert programs.run(SCRIPTS[0], *flags, kill_at_step=4).code == -9
+    monkeypatch.setattr(chapter, "check_resumable", lambda checkpoint, args: 0)
+    with pytest.raises(RuntimeError, match="the sampler begins at step 0, and training at step 3"):
+        chapter.main([*flags, "--resume"])
+
+
 # ------------------------------------------------------------------------------------------ any data
 
 
@@ -686,8 +727,29 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     dataset.drop_vars("latitude").to_netcdf(folder / "unplaced.nc")
     dataset.where(dataset.time.dt.year > 1989).to_netcdf(folder / "untrained.nc")
     dataset.expand_dims(hour=[0, 12]).to_netcdf(folder / "hourly.nc")
+    small = dataset[["eastward_wind", "northward_wind"]].isel(latitude=slice(20))
+    small.isel(time=slice(0)).to_netcdf(folder / "timeless_file.nc")
+    small.eastward_wind.astype(str).to_dataset().to_netcdf(folder / "strings.nc")
+    rows = small.northward_wind.rename(latitude="lat").assign_coords(lat=small.latitude.values + 1)
+    small.drop_vars("northward_wind").assign(northward_wind=rows).to_netcdf(folder / "staggered.nc")
+    xr.concat([dataset, dataset.isel(time=[3])], "time").to_netcdf(folder / "repeated.nc")
+    twice = ("time", "time", "latitude", "longitude"), np.zeros((16, 16, 16, 16), "float32")
+    few = {name: small[name].values[:16] for name in ("time", "latitude", "longitude")}
+    xr.Dataset({"eastward_wind": twice}, few).to_netcdf(folder / "twice.nc")
     dataset.eastward_wind[50, 10, 10] = np.nan
     dataset.to_netcdf(folder / "hole.nc")
+    dataset.eastward_wind[50, 10, 10] = np.inf
+    dataset.to_netcdf(folder / "infinite.nc")
+    torch.save({"global_step": 3, "hyper_parameters": {}, "state_dict": {}}, folder / "weights_only.ckpt")
+    torch.save([1, 2, 3], folder / "list.ckpt")
+    whole_checkpoint = (folder / "weights_only.ckpt").read_bytes()
+    (folder / "cut.ckpt").write_bytes(whole_checkpoint[: len(whole_checkpoint) // 2])
+    (folder / "nothing.ckpt").write_bytes(b"")
+    (folder / "text.ckpt").write_text("step 3\n")
+    (folder / "foreign.ckpt").write_bytes(pickle.dumps(Path))
+    nameless = dict.fromkeys(("global_step", "optimizer_states", "step", "model", "optimizer", "schedule"), 3)
+    torch.save(nameless | {"hyper_parameters": None, "options": None}, folder / "nameless.ckpt")
+    (folder / "dangling").symlink_to(folder / "nowhere/run")
     return {path.stem: path for path in folder.iterdir()}
 
 
@@ -744,12 +806,42 @@ BAD_INPUT = {
     "learning rate": ("--learning-rate nan", r"--learning-rate nan: too small"),
     "no such flag": ("--learning-rat3 1", r"unrecognized arguments: --learning-rat3 1"),
     "no checkpoint": ("--resume", r"--resume \S+last.ckpt: no such file"),
-    "folder is a file": ("--output-dir {empty}", r"--output-dir \S+empty.nc: a file; give a folder"),
+    "checkpoint cut off": ("--resume {cut}", r"--resume \S+cut.ckpt: cannot be read \(\w+\); give a whole"),
+    "checkpoint empty": ("--resume {nothing}", r"--resume \S+nothing.ckpt: cannot be read"),
+    "checkpoint a text": ("--resume {text}", r"--resume \S+text.ckpt: cannot be read"),
+    "checkpoint a foreign pickle": ("--resume {foreign}", r"--resume \S+foreign.ckpt: cannot be read"),
+    "checkpoint a list": ("--resume {list}", r"--resume \S+list.ckpt: cannot be read"),
+    "checkpoint without options": ("--resume {nameless}", r"--resume \S+nameless.ckpt: cannot be read"),
+    "weights only": ("--resume {weights_only}", r"--resume \S+weights_only.ckpt: has no .*optimizer"),
+    "folder is a file": ("--output-dir {empty}", r"--output-dir \S+empty.nc: Not a directory; give a folder"),
+    "folder below a file": ("--output-dir {empty}/run", r"--output-dir \S+: Not a directory; give a folder"),
+    "folder a dangling link": (
+        "--output-dir {dangling}",
+        r"--output-dir \S+: No such file or directory; give",
+    ),
+    "a time twice": ("--store {repeated}", r"--store \S+: a coordinate has the same value twice"),
+    "folder cannot be made": ("--output-dir /proc/run", r"--output-dir /proc/run: .*; give a folder"),
+    "seed of 65 bits": (f"--seed {2**64}", rf"--seed {2**64}: too large; give less than 2\*\*64"),
+    "infinity": ("--store {infinite}", r"--store \S+: NaN or infinity at 1986-03-18; fill it"),
+    "no time at all": ("--store {timeless_file}", r"--variables eastward_wind: a dimension has length 0"),
+    "strings": (
+        "--store {strings} --variables eastward_wind",
+        r"--variables eastward_wind: its type is \S+; give variables of numbers",
+    ),
+    "two grids": (
+        "--store {staggered}",
+        r"--variables \S+ \S+: lat\S* and lat\S* both look like latitude; give",
+    ),
+    "time twice": (
+        "--store {twice} --variables eastward_wind",
+        r"--variables eastward_wind: not in .*; it has eastward_wind \(time, time, ",
+    ),
 }
 if not torch.accelerator.is_available():
     BAD_INPUT["no GPU"] = ("--accelerator gpu", r"--accelerator gpu: this machine has none")
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate dimension names", "ignore:Detected pickle protocol")
 @pytest.mark.parametrize("case", BAD_INPUT)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bad_input_is_named_with_its_flag_and_writes_nothing(

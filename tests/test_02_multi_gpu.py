@@ -1,5 +1,6 @@
 """Chapter 2: one, two and three processes give the same result, and every way in which they would not."""
 
+import inspect
 import os
 import re
 import shutil
@@ -288,6 +289,10 @@ BAD_INPUT = {  # script, flags, ranks that torchrun has started, what the last l
     ),
     "no micro-batch": (LIGHTNING, "--accumulate 0", None, "--accumulate 0: too small; give at least 1"),
     "no checkpoint": (LIGHTNING, "--resume missing.ckpt", None, "--resume missing.ckpt: no such file"),
+    "no folder": (BY_HAND, "--output-dir /dev/null/run", 1, "--output-dir /dev/null/run: Not a directory"),
+    "a seed of 65 bits": (LIGHTNING, f"--seed {2**64}", None, f"--seed {2**64}: too large"),
+    "a text as checkpoint": (LIGHTNING, f"--resume {__file__}", None, f"--resume {__file__}: cannot be read"),
+    "a text, by hand": (BY_HAND, f"--resume {__file__}", 1, f"--resume {__file__}: cannot be read"),
     "by hand, without torchrun": (BY_HAND, "", None, "start it with torchrun --nproc-per-node N"),
 }
 
@@ -316,6 +321,18 @@ def test_bad_input_is_named_with_its_flag_and_writes_nothing(case: str, tmp_path
     said = last_line(script, ranks, "--accelerator", "cpu", "--output-dir", tmp_path / "run", *flags.split())
     assert said.startswith(message)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_read_as_in_chapter_1() -> None:
+    """Where what becomes of strange files and folders is tested."""
+    before = book.definitions("01_setup/train.py")
+    for script in SCRIPTS:
+        own = book.definitions(script)
+        for name in ("open_fields", "rename_dimensions", "sort_coordinates", "check_folder"):
+            assert own[name] == before[name], f"{script}: {name}"
+    first = load("01_setup/train.py", "chapter_01_train_again")
+    check = inspect.getsource(modules[LIGHTNING].FillGaps.on_train_start)
+    assert check == inspect.getsource(first.FillGaps.on_train_start)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
