@@ -7,7 +7,8 @@
 It reads results/scaling.json and results/allreduce.json, which scaling.py writes, fits the latency and
 bandwidth of this machine, and prints how far its predictions are from the steps that were measured. Then it
 extrapolates, to 1,024 GPUs on networks of which it knows only their vendors' figures. You should see the
-error, a table of efficiencies, one of memory with DDP and with FSDP, and what to choose.
+error, a table of efficiencies, one of memory with DDP and with FSDP, and what to choose. A model that does not
+fit on a GPU with DDP is in the table of memory alone.
 
     step on N devices = compute of the slowest of N + the all-reduce that the backward pass does not hide
 
@@ -351,16 +352,31 @@ def memory_table(models: dict[str, tuple], args: argparse.Namespace) -> list[dic
     return [*rows, {"kind": "largest model", "available_gb": available / 1e9} | most]
 
 
+def fit_with_ddp(models: dict[str, tuple], table: list[dict]) -> dict[str, tuple]:
+    """Those of the models that DDP can train on these GPUs, by the sums of `memory_table`.
+
+    The gradients' second copy in the buckets may be left out: gradient_as_bucket_view does so.
+    """
+    *rows, largest = table
+    found = {}
+    for row in rows:
+        needed = row["DDP"]["sum"] - row["DDP"]["buckets"]
+        if needed <= largest["available_gb"]:
+            found[row["model"]] = models[row["model"]]
+    return found
+
+
 # ----------------------------------------------------------------------------------------------- output
 
 
 def draw(rows: list[dict], models: dict[str, tuple], gpus_per_node: int) -> Figure:
-    """Efficiency against GPUs: a panel for each model, a line for each network."""
+    """Efficiency against GPUs: a panel for each model (four at most), a line for each network."""
     styles = {IDEAL: ("0.35", ":", None, 1)}  # the colours are Okabe and Ito's
     for link, colour, marker in zip(LINKS, ("black", "#0072B2", "#E69F00", "#D55E00"), "Dos^"):
         styles[link.name] = (colour, "-", marker, gpus_per_node)
     figure = Figure(figsize=(11, 9.5), layout="constrained")
-    for axes, (name, (_, _, seconds)) in zip(figure.subplots(2, 2, sharey=True).flat, models.items()):
+    panels = figure.subplots(2, 2, sharey=True).flatten()
+    for axes, (name, (_, _, seconds)) in zip(panels, models.items()):
         for network, (colour, line, marker, first) in styles.items():
             alike = network == LINKS[0].name  # inside a node, where every network has the same points
             part = [row for row in rows if row["model"] == name]
@@ -378,9 +394,15 @@ def draw(rows: list[dict], models: dict[str, tuple], gpus_per_node: int) -> Figu
         axes.tick_params(labelsize=15)
         axes.grid(alpha=0.3)
     figure.supylabel("weak-scaling efficiency, %", fontsize=17)
-    figure.suptitle("Predicted for DDP; the networks by vendors' figures, not measured", fontsize=18)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=15, frameon=False)
+    title = "Predicted for DDP; the networks by vendors' figures, not measured"
+    figure.suptitle(title if models else "No model fits on such a GPU with DDP", fontsize=18)
+    for axes in panels[len(models) :]:
+        axes.set_axis_off()
+    handles, labels = panels[0].get_legend_handles_labels()
+    if len(models) < len(panels):
+        panels[-1].legend(handles, labels, loc="center", fontsize=15, frameon=False)
+    else:
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=15, frameon=False)
     return figure
 
 
@@ -406,13 +428,17 @@ def report(figures: dict, args: argparse.Namespace) -> None:
     print(f"The networks are VENDORS' FIGURES, not measured, at {args.link_share:.0%} of the line rate.")
     columns = (8, 64, 1024)
     print(f"  {'parameters':13} {'ms':>5}  {'GPUs':35}" + "".join(f"{n:>6}" for n in columns))
-    for name, (_, _, seconds) in figures["models"].items():
+    for name, (_, _, seconds) in figures["with_ddp"].items():
         for network in (IDEAL, *(link.name for link in LINKS[1:])):
             part = [row for row in figures["curves"] if (row["model"], row["network"]) == (name, network)]
             shares = [f"{row['efficiency']:6.0%}" for row in part if row["devices"] in columns]
             print(f"  {name:13} {1e3 * seconds:5.0f}  {network:35}" + "".join(shares))
-
     *table, most = figures["memory"]
+    for row in table:
+        if row["model"] not in figures["with_ddp"]:
+            needed = f"{row['DDP']['sum']:.0f} of {most['available_gb']:.3g} GB"
+            print(f"  {row['model']:13}        DDP would need {needed}: no prediction")
+
     activations = f"activations {args.activation_gb * args.device_batch:g} GB"
     print(f"\nGB on each GPU, {args.precision}, {activations}, {USABLE:.0%} of {args.gpu_memory:g} GB usable")
     print(f"  {'parameters':13}" + "".join(f"{way:>12}" for way in WAYS) + f"   on {args.devices} GPUs take")
@@ -516,8 +542,9 @@ def main(argv: list[str] | None = None) -> dict:
     for name, (count, tokens) in SIZES.items():
         sent, operations = STATE[args.precision]["gradients"] * count, 6 * count * tokens
         figures["models"][name] = (count, sent, operations / args.flops)
-    figures["curves"] = curves(figures["models"], stragglers / stragglers.mean(), args)
     figures["memory"] = memory_table(figures["models"], args)
+    figures["with_ddp"] = fit_with_ddp(figures["models"], figures["memory"])
+    figures["curves"] = curves(figures["with_ddp"], stragglers / stragglers.mean(), args)
 
     folder = Path(args.results if args.save_results else args.output_dir)
     links = [{"kind": "link", "source": "vendor's figure, not measured"} | x._asdict() for x in LINKS]
@@ -527,7 +554,7 @@ def main(argv: list[str] | None = None) -> dict:
     assumed = {"kind": "assumptions", "step": figures["step"], "stragglers": figures["stragglers"]}
     assumed |= {k: v for k, v in vars(args).items() if k not in ("results", "output_dir", "save_results")}
     results["rows"] = [fitted, assumed, *points, *links, *figures["curves"], *figures["memory"]]
-    picture = draw(figures["curves"], figures["models"], args.gpus_per_node)
+    picture = draw(figures["curves"], figures["with_ddp"], args.gpus_per_node)
     flag = "--results" if args.save_results else "--output-dir"
     write_aside(flag, folder / "predict_scaling.png", lambda path: picture.savefig(path, dpi=90))
     text = json.dumps(results) + "\n"

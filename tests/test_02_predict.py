@@ -357,7 +357,7 @@ def test_points_whose_processes_share_cores_are_shown_but_not_judged(tmp_path: P
 
 
 def test_curves_start_at_one_and_keep_the_order_of_the_networks(tmp_path: Path) -> None:
-    rows = plan(made_up(tmp_path))["curves"]
+    rows = plan(made_up(tmp_path), "--gpu-memory", 160)["curves"]  # all four models fit with DDP
     efficiency = {(row["model"], row["network"], row["devices"]): row["efficiency"] for row in rows}
     networks = [predict.IDEAL, *(link.name for link in predict.LINKS[1:])]
     models = {row["model"] for row in rows}
@@ -373,6 +373,30 @@ def test_curves_start_at_one_and_keep_the_order_of_the_networks(tmp_path: Path) 
     # Seven billion gradients of 4 bytes through 80% of 12.5 GB/s, there and back, and the latency of 1,068 buckets.
     seconds = [row["step_seconds"] for row in rows if row["model"] == "7 B" and row["devices"] == 1024]
     assert 2 * 2.8 < seconds[2] < 2 * 2.8 + 1068 * 14 * 50e-6 + 0.5
+
+
+def test_a_model_that_does_not_fit_with_ddp_gets_no_curve(tmp_path: Path, monkeypatch, capsys) -> None:
+    drawn = []
+    draw = predict.draw
+    monkeypatch.setattr(predict, "draw", lambda *arguments: drawn.append(draw(*arguments)) or drawn[-1])
+    made_up(tmp_path)
+    expected = {  # the 7 B need 142 GB, or 114 with gradient_as_bucket_view; 90% of a GPU's memory is usable
+        80: ["100 M", "1 B"],
+        126: ["100 M", "1 B"],
+        127: ["100 M", "1 B", "7 B"],
+        16: ["100 M"],
+        1: [],
+    }
+    for memory, names in expected.items():
+        figures = plan(tmp_path, "--gpu-memory", memory)
+        own = [] if memory == 1 else [next(iter(figures["models"]))]
+        assert list(figures["with_ddp"]) == own + names
+        assert {row["model"] for row in figures["curves"]} == {*own, *names}
+        panels = [axes for axes in drawn.pop().axes if axes.lines]
+        assert [axes.get_title().partition(" parameters")[0] for axes in panels] == own + names
+        missing = [name for name in figures["models"] if name not in figures["with_ddp"]]
+        assert capsys.readouterr().out.count("no prediction") == len(missing)
+        assert "7 B" in {row.get("model") for row in figures["memory"]}
 
 
 def test_more_of_the_step_to_hide_behind_and_fewer_bytes_help() -> None:
@@ -411,7 +435,7 @@ def test_the_program_writes_its_figures_and_a_picture(tmp_path: Path, capsys) ->
         "assumptions": 1,
         "point": 5,
         "link": 4,
-        "curve": 4 * 4 * 11,
+        "curve": 3 * 4 * 11,
         "memory": 4,
         "largest model": 1,
     }
