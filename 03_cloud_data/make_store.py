@@ -7,7 +7,7 @@
 
 Without --source it first makes the NetCDF files that everyone starts with: winds at ERA5's layout, from the
 monthly winds of chapter 1 interpolated in space and time, with weather added whose spectrum is stated below.
-It opens them as one dataset, writes Zarr region by region with Dask, and reads all of it back once: every
+It opens them as one dataset, reads and writes it block by block with Dask, and reads the store back once: every
 value must be what was written, and the same pass sums the statistics that training needs. Kill it whenever
 you like; the same command goes on with the regions that are missing, and ends with the same bytes.
 """
@@ -18,11 +18,12 @@ import hashlib
 import math
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, as_completed, wait
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 
@@ -32,7 +33,8 @@ import numpy as np
 import xarray as xr
 import zarr
 from botocore.exceptions import BotoCoreError
-from dask.distributed import Client
+from dask.distributed import CancelledError, Client, KilledWorker
+from dask.system import CPU_COUNT
 from filelock import FileLock
 from numcodecs import Blosc
 from obstore.auth.boto3 import Boto3CredentialProvider
@@ -62,7 +64,9 @@ DIMENSIONS = {  # a name, standard_name, axis or units by which each is known
 WEATHER_RMS, WEATHER_DEGREES, WEATHER_SLOPE, WEATHER_STREAM = 2.0, 30.0, -3.0, 4
 DECISIVE = "days resolution files variables chunk shard_times zarr_format zstd_level region_times"
 TIMES_A_MONTH, STATISTICS_STREAM = 20, 5  # of which --statistics-to makes its climatology
-BLOCKS = 8  # in which Dask reads and writes a region, side by side
+BLOCKS = 8  # of a region, at most: a block has whole chunks, or whole shards
+MAKE_ANEW = "remove the store, and make it anew"
+SAME_PLACE = 1e-4  # degrees, about 10 m: two rows or columns that are closer are taken for the same one
 NAN = np.float32(np.nan)
 refuse = argparse.ArgumentParser(usage=argparse.SUPPRESS).error  # says what to mend, and exits with code 2
 
@@ -122,25 +126,65 @@ def make_files(n_days: int, resolution: float) -> list[Path]:
 
 
 def rename_dimensions(dataset: xr.Dataset) -> xr.Dataset:
-    """Call the dimensions time, latitude and longitude, whatever they are called in the store."""
+    """Call the dimensions time, latitude and longitude, whatever they are called in the store.
+
+    ValueError if two coordinates look like the same dimension.
+    """
     for dimension, signs in DIMENSIONS.items():
-        for name in list(dataset.indexes):
+        found = []
+        for name in dataset.indexes:
             about = dataset[name].attrs
-            if signs & {name.lower(), about.get("standard_name"), about.get("axis"), about.get("units")}:
-                dataset = dataset.rename({name: dimension})
+            described = [str(about.get(key)) for key in ("standard_name", "axis", "units")]
+            if signs & {name.lower(), *described}:
+                found.append(name)
+        if len(found) > 1:
+            raise ValueError(f"{' and '.join(found)} both look like {dimension}; give variables of one grid")
+        if found:
+            dataset = dataset.rename({found[0]: dimension})
     return dataset
+
+
+def check_fields(fields: xr.Dataset, path: str) -> None:
+    """ValueError unless these are numbers, and their rows and columns are numbers that do not repeat."""
+    for dimension, size in fields.sizes.items():
+        if size == 0:
+            raise ValueError(f"{path}: its {dimension} has length 0")
+    for name, field in fields.data_vars.items():
+        if field.dtype.kind not in "biuf":
+            raise ValueError(f"{path}: its {name} holds {field.dtype}, not numbers; give --variables")
+    for name in ("latitude", "longitude"):
+        values = fields[name].values
+        if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
+            raise ValueError(f"{path}: its {name} has values that are no finite numbers")
+        places = values.astype("float64") % 360  # longitudes 0 and 360 are the same place
+        order = np.argsort(places)
+        gaps = np.diff(places[order], append=places[order[0]] + 360)
+        if gaps.min() < SAME_PLACE:
+            first = gaps.argmin()
+            twice = f"{values[order[first]]:g} and {values[order[(first + 1) % len(order)]]:g}"
+            raise ValueError(f"{path}: its {name} has one place twice, {twice}; drop one of them")
 
 
 def select_fields(file: xr.Dataset, variables: list[str] | None) -> xr.Dataset:
     """A file's fields, on (time, latitude, longitude) alone; ValueError if it has none, or lacks one."""
-    file = rename_dimensions(file)
+    path = file.encoding["source"]
+    dims = {name: field.dims for name, field in file.data_vars.items()}
+    chosen = [name for name in variables or dims if name in dims]
+    try:
+        file = rename_dimensions(file[chosen])  # without coordinates that only other variables have
+    except ValueError as error:
+        raise ValueError(f"{path}: {error} by --variables") from error
     lone = [name for name, size in file.sizes.items() if size == 1 and name not in DIMENSIONS]
     file = file.squeeze(lone).reset_coords(drop=True)
-    dims = {name: set(file[name].dims) for name in file.data_vars}
-    fields = {name for name in dims if dims[name] == set(DIMENSIONS) <= set(file.indexes)}
-    if not fields or not fields.issuperset(variables or []):
-        raise ValueError(f"no {variables or 'field'} on {', '.join(DIMENSIONS)} alone; it has {dims}")
-    return file[sorted(variables or fields)].transpose(*DIMENSIONS)
+    fields = []
+    for name, field in file.data_vars.items():
+        if set(field.dims) == set(DIMENSIONS) <= set(file.indexes):
+            fields.append(name)
+    if not fields or not set(fields).issuperset(variables or []):
+        raise ValueError(f"{path}: no {variables or 'field'} on {', '.join(DIMENSIONS)} alone; it has {dims}")
+    file = file[sorted(fields)].transpose(*DIMENSIONS)
+    check_fields(file, path)
+    return file
 
 
 def open_files(args: argparse.Namespace) -> xr.Dataset:
@@ -169,7 +213,7 @@ def open_files(args: argparse.Namespace) -> xr.Dataset:
             parallel=bool(args.workers or args.scheduler),
         )
     except (OSError, TypeError, ValueError) as error:
-        refuse(f"--source {args.source}: {one_line(error)}; give NetCDF files of one grid")
+        refuse(f"--source {args.source}: {one_line(error)}; give NetCDF files of numbers on one grid")
     times = source.indexes["time"]
     if times.dtype.kind != "M" or not (times.is_monotonic_increasing and times.is_unique):
         refuse(f"--source {args.source}: times repeat, or are no dates of the usual calendar; mend the files")
@@ -201,7 +245,10 @@ def list_objects(store: ObjectStore) -> dict[str, int]:
 
 
 def find_root(store: ObjectStore, args: argparse.Namespace) -> zarr.Group | None:
-    """The root of a store that this command has begun, None if there is nothing; any other is refused."""
+    """The root of a store that this command has begun, None if there is nothing; any other is refused.
+
+    Whether the files of --source have changed is not decided here: see compare_files.
+    """
     remedy = "remove it, or give another"
     try:
         root = zarr.open_group(store, mode="r+", use_consolidated=False)
@@ -211,7 +258,10 @@ def find_root(store: ObjectStore, args: argparse.Namespace) -> zarr.Group | None
             return None
         refuse(f"--store {args.store}: was not begun by this script; {remedy}")
     for name, value in args.settings.items():
-        if value != (begun := settings.get(name)):
+        if name == "files" and args.files:
+            continue
+        begun = settings.get(name)
+        if value != begun:
             refuse(f"--store {args.store}: was begun with other {name.replace('_', ' ')}, {begun}; {remedy}")
     return root
 
@@ -247,29 +297,133 @@ def combine(found: list[str]) -> str:
     return hashlib.sha256("".join(sorted(found)).encode()).hexdigest()
 
 
+def load(block: xr.Dataset) -> xr.Dataset:
+    """Read a block. This thread does it alone, so each thread of a pool holds one block and no more."""
+    return block.compute(scheduler="synchronous")
+
+
+def read_block(block: xr.Dataset, first: int, args: argparse.Namespace) -> list[str]:
+    """Read some times of the files, from the store's number `first` on; return their checksums."""
+    found = []
+    for name, field in load(block).data_vars.items():
+        found += checksums(name, first, field.values)
+    return found
+
+
 def write_block(block: xr.Dataset, first: int, args: argparse.Namespace) -> list[str]:
     """Write some times, whole chunks or shards, from the store's number `first` on; return their checksums.
 
     Runs where Dask chooses, and opens the store there: no credentials are sent. ValueError for infinity.
     """
     root, found = zarr.open_group(open_store(args), mode="r+", use_consolidated=False), []
-    for name, field in block.data_vars.items():
+    for name, field in load(block).data_vars.items():
         if np.isinf(field.values).any():
-            raise ValueError(
-                f"{name} has infinity, {first} to {first + len(field) - 1} times after the first"
-            )
-        # Chunks of NaN, too: one that is not there is an error.
+            last = first + len(field) - 1
+            raise ValueError(f"{name} has infinity at one of the times {first} to {last}, counted from 0")
+        # Chunks of NaN are written, too, because a missing chunk is an error.
         array = root[name].with_config({"write_empty_chunks": True})
         array[first : first + len(field)] = field.values
         found += checksums(name, first, field.values)
     return found
 
 
-def write_store(source: xr.Dataset, root: zarr.Group, args: argparse.Namespace) -> None:
-    """Write what is missing of a store, a region of times after another, each side by side with Dask.
+def plan_blocks(regions: Iterable[int], n_times: int, args: argparse.Namespace) -> list[tuple[int, slice]]:
+    """The blocks of these regions, in order: each block's region, known by its first time, and its times."""
+    blocks = []
+    for region in regions:
+        end = min(region + args.region_times, n_times)
+        for start in range(region, end, args.block_times):
+            blocks.append((region, slice(start, min(start + args.block_times, end))))
+    return blocks
 
-    A region's checksum is recorded when all of it is written: a kill leaves regions that are written again,
-    and never one that is taken for whole.
+
+def count_at_once(args: argparse.Namespace) -> int:
+    """How many blocks may be under way at once.
+
+    A cluster gets two for each of its threads: while a thread is busy with one, the next one waits, not yet
+    read. The cluster is asked each time, because it may grow. Without a cluster, the threads of this process
+    together hold no more times than one region has.
+    """
+    if args.workers or args.scheduler:
+        return max(1, 2 * sum(Client.current().nthreads().values()))
+    return min(CPU_COUNT, args.region_times // args.block_times)
+
+
+def run_blocks(
+    function: Callable, source: xr.Dataset, blocks: list[tuple[int, slice]], args: argparse.Namespace
+) -> Iterator[tuple[int, list[str]]]:
+    """Call `function`, which is read_block or write_block, on each block; blocks of several regions run at once.
+
+    Yields a block's region and checksums as soon as the block is done, so in any order.
+    """
+    if args.workers or args.scheduler:
+        pool = Client.current().get_executor(pure=False)
+    else:
+        pool = ThreadPoolExecutor(count_at_once(args))
+    running = {}
+    with pool:
+        for region, times in blocks:
+            while len(running) >= count_at_once(args):
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+            (block,) = dask.optimize(source.isel(time=times))  # keeps only the reads of these times
+            running[pool.submit(function, block, times.start, args)] = region
+        for future in as_completed(running):
+            yield running[future], future.result()
+
+
+def compute_regions(
+    function: Callable, source: xr.Dataset, regions: list[int], args: argparse.Namespace
+) -> Iterator[tuple[int, str]]:
+    """Call `function`, which is read_block or write_block, on all blocks of these regions.
+
+    Yields a region's first time and checksum as soon as all of its blocks are done. Refuses damaged files.
+    """
+    blocks = plan_blocks(regions, len(source.time), args)
+    missing = Counter(region for region, _ in blocks)
+    found = defaultdict(list)
+    try:
+        for region, part in run_blocks(function, source, blocks, args):
+            found[region] += part
+            missing[region] -= 1
+            if not missing[region]:
+                yield region, combine(found.pop(region))
+    except (RuntimeError, ValueError) as error:  # infinity, or a file that is damaged
+        refuse(f"--source {args.source}: {one_line(error)}; mend the files")
+
+
+def compare_files(source: xr.Dataset, root: zarr.Group, args: argparse.Namespace) -> None:
+    """Refuse files whose content is not what this store was written from. Accept files that were only touched.
+
+    Called when the files' names, sizes or modification times differ from those recorded. It compares the variables,
+    the coordinates, and the checksum of every region that has been written, so it reads these regions from the
+    files again. If all are equal, the new names, sizes and modification times are recorded.
+    """
+    regions = root.attrs.get("regions", {})
+    differ = []
+    if "regions" in root.attrs:  # else there are no arrays yet
+        store = xr.open_zarr(root.store, consolidated=False, chunks=None)
+        differ += ["variables"] * (set(store.data_vars) != set(source.data_vars))
+        differ += [name for name in DIMENSIONS if not np.array_equal(store[name], source[name])]
+    if not differ:
+        with closing(compute_regions(read_block, source, [int(first) for first in regions], args)) as read:
+            for first, checksum in tqdm(read, "regions compared", len(regions), disable=None):
+                if checksum != regions[str(first)]:
+                    differ.append(f"values from time {first} on")
+                    break
+    if differ:
+        remedy = "remove it, or give another"
+        refuse(f"--store {args.store}: was begun with other files: they have other {differ[0]}; {remedy}")
+    if root.attrs["settings"]["files"] != hash_files([]):  # a store that was begun without --source stays so
+        current = zarr.open_group(root.store, mode="r+")  # keeps the consolidated metadata, if there are any
+        current.attrs["settings"] = args.settings
+
+
+def write_store(source: xr.Dataset, root: zarr.Group, args: argparse.Namespace) -> None:
+    """Write the regions of times that a store lacks, several blocks at once.
+
+    A region's checksum is recorded when all of its blocks are written. After a kill, regions without a checksum
+    are written again, so no region is taken for whole that is not.
     """
     if "regions" not in root.attrs:  # not all arrays are there
         for name in list(root.keys()):
@@ -278,19 +432,14 @@ def write_store(source: xr.Dataset, root: zarr.Group, args: argparse.Namespace) 
         options["encoding"] = choose_encoding(source, args.chunk, args)
         source.assign_attrs(root.attrs).to_zarr(root.store, mode="a", compute=False, **options)
         root.attrs["regions"] = {}
-    regions, size = dict(root.attrs["regions"]), args.region_times
-    step = args.unit * math.ceil(size / args.unit / BLOCKS)
-    for first in tqdm(range(0, len(source.time), size), "regions written", disable=None):
-        if str(first) not in regions:
-            region, tasks = source.isel(time=slice(first, first + size)), []
-            for start in range(0, len(region.time), step):
-                block = region.isel(time=slice(start, start + step))
-                tasks.append(dask.delayed(write_block)(block, first + start, args))
-            try:
-                regions[str(first)] = combine(list(chain(*dask.compute(*tasks))))
-            except (RuntimeError, ValueError) as error:  # infinity, or a file that is damaged
-                refuse(f"--source {args.source}: {one_line(error)}; mend the files")
-            root.attrs["regions"] = regions
+    regions = dict(root.attrs["regions"])
+    firsts = range(0, len(source.time), args.region_times)
+    missing = [first for first in firsts if str(first) not in regions]
+    progress = {"desc": "regions written", "total": len(firsts), "initial": len(regions), "disable": None}
+    with closing(compute_regions(write_block, source, missing, args)) as written:
+        for first, checksum in tqdm(written, **progress):
+            regions[str(first)] = checksum
+            root.attrs["regions"] = dict(sorted(regions.items(), key=lambda region: int(region[0])))
 
 
 def select_times(time: xr.DataArray, args: argparse.Namespace) -> np.ndarray:
@@ -304,18 +453,37 @@ def select_times(time: xr.DataArray, args: argparse.Namespace) -> np.ndarray:
     refuse(f"--train-times {first} {last}: no such times; give dates of {span}")
 
 
+def name_objects(members: dict[str, zarr.Array | zarr.Group]) -> Iterator[str]:
+    """The names of all objects of some arrays and groups: their metadata, and every chunk or shard."""
+    for path, member in members.items():
+        is_array = isinstance(member, zarr.Array)
+        if member.metadata.zarr_format == 3:
+            yield f"{path}/zarr.json"
+        else:
+            yield f"{path}/.zattrs"
+            yield f"{path}/.zarray" if is_array else f"{path}/.zgroup"
+        if is_array:
+            counts = map(math.ceil, np.divide(member.shape, member.shards or member.chunks))
+            for place in np.ndindex(*counts):
+                yield f"{path}/{member.metadata.encode_chunk_key(place)}"
+
+
+def check_objects(objects: dict[str, int], members: dict, args: argparse.Namespace) -> None:
+    """Refuse a store in whose listing objects of these arrays and groups are missing or empty, and name them."""
+    missing = [name for name in name_objects(members) if not objects.get(name)]
+    if missing:
+        some = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
+        refuse(
+            f"--store {args.store}: damaged: missing or empty objects: {some} ({len(missing)} in all); {MAKE_ANEW}"
+        )
+
+
 def verify(root: zarr.Group, args: argparse.Namespace) -> Iterator[tuple[str, slice, np.ndarray]]:
-    """Read everything back: all chunks are there, every region has its checksum. Refuse a damaged store.
+    """Read everything back: every region must have its checksum. Refuse a damaged store.
 
     Yields each field's name, times and values, (times, latitude, longitude), region by region.
     """
-    paths, remedy = list_objects(root.store), "remove the store, and make it anew"
     arrays = dict(sorted(root.arrays()))
-    for name, array in arrays.items():
-        whole = math.prod(map(math.ceil, np.divide(array.shape, array.shards or array.chunks)))
-        found = sum(path.startswith(f"{name}/") and path[-1].isdigit() for path in paths)
-        if found != whole:
-            refuse(f"--store {args.store}: {name} has {found} of {whole} chunks; {remedy}")
     for first, expected in tqdm(root.attrs["regions"].items(), "regions verified", disable=None):
         times, found = slice(int(first), int(first) + args.region_times), []
         for name in arrays.keys() - DIMENSIONS.keys():
@@ -323,11 +491,11 @@ def verify(root: zarr.Group, args: argparse.Namespace) -> Iterator[tuple[str, sl
                 values = arrays[name][times]
             except (RuntimeError, ValueError) as error:  # a codec's
                 where = f"{name} is damaged from time {first} on"
-                refuse(f"--store {args.store}: {where} ({one_line(error)}); {remedy}")
+                refuse(f"--store {args.store}: {where} ({one_line(error)}); {MAKE_ANEW}")
             found += checksums(name, times.start, values)
             yield name, times, values
         if combine(found) != expected:
-            refuse(f"--store {args.store}: from time {first} on, not the values written; {remedy}")
+            refuse(f"--store {args.store}: from time {first} on, not the values written; {MAKE_ANEW}")
 
 
 def compute_statistics(root: zarr.Group, args: argparse.Namespace) -> xr.Dataset:
@@ -367,11 +535,11 @@ def write_statistics(statistics: xr.Dataset, root: zarr.Group, group: str, args:
     zarr.consolidate_metadata(root.store).attrs["whole"] = True  # last of all
 
 
-def describe(root: zarr.Group, args: argparse.Namespace) -> dict:
+def describe(root: zarr.Group, objects: dict[str, int], args: argparse.Namespace) -> dict:
     """Print what a reader wants to know of a store, in one block, and return it."""
     fields = [array for name, array in root.arrays() if name not in DIMENSIONS]
-    objects, shards = list_objects(root.store).values(), fields[0].shards
-    sizes = {"raw_bytes": sum(field.nbytes for field in fields), "stored_bytes": sum(objects)}
+    shards = fields[0].shards
+    sizes = {"raw_bytes": sum(field.nbytes for field in fields), "stored_bytes": sum(objects.values())}
     sizes |= {"objects": len(objects), "regions": len(root.attrs["regions"])}
     print(f"{args.store}: {len(fields)} variables of {fields[0].shape}, {len(objects)} objects")
     print(f"  chunks of {fields[0].chunks}" + f" in shards of {shards}" * bool(shards))
@@ -396,6 +564,10 @@ def sample_statistics(args: argparse.Namespace) -> dict:
         for month in tqdm(range(1, 13), "months sampled", disable=None):
             times = np.sort(chance.permutation(np.flatnonzero(months == month))[:TIMES_A_MONTH])
             sample, used = training.isel(time=times).load().astype("float64"), used + len(times)
+            infinite = np.isinf(sample.to_dataarray()).any(("variable", "latitude", "longitude"))
+            if infinite.any():
+                date = np.datetime_as_string(sample.time.values[infinite][0], unit="m")
+                refuse(f"--store {args.store}: infinity on {date}; replace it by a value")
             means.append(sample.mean("time"))
             squares, counts = squares + ((sample - means[-1]) ** 2).sum("time"), counts + sample.count("time")
         statistics = xr.concat(means, xr.Variable("month", range(1, 13))).astype("float32").drop_attrs()
@@ -409,15 +581,21 @@ def sample_statistics(args: argparse.Namespace) -> dict:
     return {"store": args.store}
 
 
+def hash_files(files: list[str]) -> str:
+    """A hash of the files' names, sizes and modification times. Only if it differs, compare_files reads them."""
+    about = [(os.path.basename(file), os.path.getsize(file), os.path.getmtime(file)) for file in files]
+    return hashlib.sha256(repr(about).encode()).hexdigest()
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The flags, with three more: the `files` of --source, the `unit` of times that are written as a whole,
-    and `settings`, all that decides the bytes."""
+    """The flags, and what follows from them: the `files` of --source, the `unit` of times that are written as a
+    whole, the `block_times` of a block, which are whole units, and `settings`, all that decides the bytes."""
     summary, show_defaults = __doc__.splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
     add = parser.add_argument
     add("--store", default=os.path.relpath(HERE / "outputs/buckets/winds/small.zarr"), help="folder, or URL")
     add("--endpoint", metavar="URL", help="of an S3 server other than AWS's")
-    add("--source", help="pattern of NetCDF files; if not given, files are made")
+    add("--source", help="pattern of NetCDF files, in quotes; if not given, files are made")
     add(
         "--variables", nargs="+", help="of the files; if not given, all on time, latitude and longitude alone"
     )
@@ -428,7 +606,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--shard-times", type=int, default=0, help="times of the whole map in a shard; 0: no shards")
     add("--zarr-format", type=int, choices=(2, 3), default=3, help="2 has no checksums")
     add("--zstd-level", type=int, choices=range(1, 10), default=1, help="of compression: 9 is small and slow")
-    add("--region-times", type=int, default=36, help="times that are written, and checked, at once")
+    add(
+        "--region-times",
+        type=int,
+        default=36,
+        help="times that share a checksum, recorded when all are written",
+    )
     train_times = {"nargs": 2, "metavar": ("FIRST", "LAST"), "default": TRAIN_TIMES}
     add("--train-times", **train_times, help="dates, or years, whose statistics are kept in the store")
     add("--workers", type=int, default=0, help="processes of Dask on this machine; 0: threads of this one")
@@ -461,35 +644,49 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         refuse(f"--shard-times {args.shard_times}: give a multiple of {args.chunk[0]}, and --zarr-format 3")
     args.unit = args.shard_times or args.chunk[0]
     args.region_times = args.unit * math.ceil(args.region_times / args.unit)
+    args.block_times = args.unit * math.ceil(args.region_times / args.unit / BLOCKS)
     args.settings = {name: getattr(args, name) for name in DECISIVE.split()}
-    about = [(os.path.basename(file), os.path.getsize(file), os.path.getmtime(file)) for file in args.files]
-    args.settings["files"] = hashlib.sha256(repr(about).encode()).hexdigest()  # their content takes too long
+    args.settings["files"] = hash_files(args.files)
     return args
 
 
 def make_store(args: argparse.Namespace) -> dict:
-    """Make the files, write the store, verify it; go on from wherever an earlier command was killed."""
+    """Make the files, write the store, verify it; go on from wherever an earlier command was killed.
+
+    A store that is whole is not read again. It is listed, and every object must be there.
+    """
     store = open_store(args)
     root = find_root(store, args)
-    whole = bool(root and root.attrs.get("whole"))
-    if not whole:
+    whole = root is not None and bool(root.attrs.get("whole"))
+    same_files = root is None or root.attrs["settings"]["files"] == args.settings["files"]
+    if whole:  # before its files are compared: of a damaged store, they would seem to be others
+        objects = list_objects(store)
+        current = zarr.open_group(store, mode="r")  # with its consolidated metadata
+        check_objects(objects, dict(current.members(max_depth=None)), args)
+    if not (whole and same_files):
         args.files = args.files or make_files(args.days, args.resolution)
         source = open_files(args)
         select_times(source.time, args)  # refused before anything is written
-        if not root:
-            about = {"zarr_format": args.zarr_format, "attributes": {"settings": args.settings}}
-            root = zarr.create_group(store, overwrite=True, **about)
+    if root is None:
+        about = {"zarr_format": args.zarr_format, "attributes": {"settings": args.settings}}
+        root = zarr.create_group(store, overwrite=True, **about)
+    if not same_files:
+        compare_files(source, root, args)
+        root = find_root(store, args)
+    if not whole:
         for left in [] if "://" in args.store else Path(args.store).rglob("*#*"):
             left.unlink()  # part of an object, which a kill has left
         write_store(source, root, args)
+        check_objects(list_objects(store), dict(root.arrays()), args)
     fields = sorted(name for name, _ in root.arrays() if name not in DIMENSIONS)
     name = "_".join([*fields, *args.train_times])
     group = f"statistics/{name if len(name) < 200 else hashlib.sha256(name.encode()).hexdigest()}"
-    if whole and group in zarr.open_group(store, mode="r", use_consolidated=True):
+    if whole and group in current and current.metadata.consolidated_metadata:
         print("whole already:")
     else:
         write_statistics(compute_statistics(root, args), root, group, args)
-    return describe(root, args)
+        objects = list_objects(store)
+    return describe(root, objects, args)
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -516,7 +713,8 @@ def main(argv: list[str] | None = None) -> dict:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FileLock(path.with_name(f".{path.name}.lock")))  # a second command waits
             figures = make_store(args)
-    except (OSError, RuntimeError, BaseError) as error:  # a full disk, a bucket that refuses
+    except (OSError, RuntimeError, BaseError, KilledWorker, CancelledError) as error:
+        # A full disk, a bucket that refuses, a cluster whose workers have ended.
         refuse(f"--store {args.store}: not finished: {one_line(error)}; mend that, the same command goes on")
     print(f"  {perf_counter() - began:.0f} s")
     return figures

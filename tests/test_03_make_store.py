@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import signal
+import threading
 import urllib.request
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import buckets
+import h5py
 import numpy as np
 import programs
 import pytest
@@ -27,6 +29,7 @@ NAVY = programs.ROOT / "01_setup/data/navy_winds.nc"
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
 SMALL = ["--days", 24, "--resolution", 10, "--patch-size", 10, "--region-times", 8]
 LAYOUTS = {"v3": [], "shards": ["--shard-times", 4], "v2": ["--zarr-format", 2]}
+HOUR = np.timedelta64(1, "h")
 GROUP = f"statistics/{U}_{V}_1982_1989"
 
 
@@ -319,7 +322,38 @@ def test_damage_is_no_silent_value(damage: str, layout: str, make, whole, tmp_pa
         assert damage == "lost" and np.isnan(values).any()
         np.testing.assert_array_equal(np.where(np.isnan(values), intact, values), intact)
     flags = [*SMALL, *LAYOUTS[layout], "--store", store, "--train-times", 1982, 1983]
-    assert f"--store {store}: {U} " in refused(make, capsys, *flags)
+    line = refused(make, capsys, *flags)
+    assert f"--store {store}: " in line and U in line
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_whole_store_has_lost_is_named(layout: str, script, make, whole, tmp_path, capsys) -> None:
+    store = tmp_path / "store"
+    flags = [*SMALL, *LAYOUTS[layout], "--store", store]
+    shutil.copytree(whole[layout], store)
+    last = {"v3": "c/23/0/1", "shards": "c/5/0/0", "v2": "23.0.1"}[layout]
+    one = "0" if layout == "v2" else "c/0"
+    metadata = ".zarray" if layout == "v2" else "zarr.json"
+    for lost in (f"{V}/{last}", f"time/{one}", f"{GROUP}/latitude/{one}", f"{U}/{metadata}"):
+        data = (store / lost).read_bytes()
+        (store / lost).unlink()
+        line = refused(make, capsys, *flags)
+        assert f"--store {store}: damaged: missing or empty objects: {lost} (1 in all)" in line
+        (store / lost).write_bytes(b"")
+        assert refused(make, capsys, *flags) == line
+        (store / lost).write_bytes(data)
+    for month in range(12):
+        (store / GROUP / U / (f"{month}.0.0" if layout == "v2" else f"c/{month}/0/0")).unlink()
+    assert "(12 in all)" in refused(make, capsys, *flags)
+
+
+def test_a_whole_store_is_listed_once_and_not_read(script, make, whole, monkeypatch) -> None:
+    listed = []
+    list_objects = script.list_objects
+    monkeypatch.setattr(script, "list_objects", lambda store: listed.append(store) or list_objects(store))
+    monkeypatch.setattr(script, "verify", lambda *_: pytest.fail("read again"))
+    make(*SMALL, "--store", whole["v3"])
+    assert len(listed) == 1
 
 
 def test_a_chunk_missing_inside_a_shard_and_other_values_are_found(
@@ -390,6 +424,18 @@ def with_infinity(part: xr.Dataset) -> xr.Dataset:
     return part
 
 
+def with_column_twice(part: xr.Dataset) -> xr.Dataset:
+    first = part.isel(longitude=[0])
+    return xr.concat([part, first.assign_coords(longitude=first.longitude + 360)], "longitude")
+
+
+def with_two_grids(part: xr.Dataset) -> xr.Dataset:
+    """Staggered: the second variable has latitudes of its own, between those of the first."""
+    between = ("lat_v", part.latitude.values + 1.25, {"units": "degrees_north"})
+    renamed = part.northward_wind.rename(latitude="lat_v").drop_vars("lat_v", errors="ignore")
+    return part[["eastward_wind"]].assign(northward_wind=renamed).assign_coords(lat_v=between)
+
+
 BAD_FILES = {
     "grid": (lambda part: part.isel(latitude=slice(1, None)), "c.nc has other latitude than"),
     "shifted": (lambda part: part.assign_coords(longitude=part.longitude + 1), "c.nc has other longitude"),
@@ -399,6 +445,13 @@ BAD_FILES = {
     "a variable less": (lambda part: part[["eastward_wind"]], "c.nc has other variables"),
     "none at all": (lambda part: part.mean("time"), "on time, latitude, longitude alone; it has"),
     "infinity": (with_infinity, "northward_wind has infinity"),
+    "no times": (lambda part: part.isel(time=slice(0)), "c.nc: its time has length 0"),
+    "no rows": (lambda part: part.isel(latitude=slice(0)), "c.nc: its latitude has length 0"),
+    "strings": (lambda part: part.astype(str), "c.nc: its eastward_wind holds <U"),
+    "strings as rows": (lambda part: part.assign_coords(latitude=list("abcdefgh")), "c.nc: its latitude has"),
+    "a column twice": (with_column_twice, "c.nc: its longitude has one place twice, 20 and 380"),
+    "a row twice": (lambda part: part.isel(latitude=[0, 1, 1]), "c.nc: its latitude has one place twice"),
+    "two grids": (with_two_grids, "lat_v both look like latitude; give variables of one grid"),
 }
 
 
@@ -410,6 +463,8 @@ def test_files_that_do_not_fit_are_refused(case: str, make, tmp_path: Path, caps
     line = refused(make, capsys, "--source", pattern, "--store", tmp_path / "store")
     assert f"error: --source {pattern}: " in line and message in line
     assert content(tmp_path / "files") == before
+    if case == "two grids":  # one of the two can still be converted
+        make("--source", pattern, "--store", tmp_path / "one", "--variables", "eastward_wind")
     if (tmp_path / "store/zarr.json").exists():
         assert case == "infinity" and not zarr.open_group(tmp_path / "store", mode="r").attrs["regions"]
 
@@ -451,11 +506,128 @@ def test_a_store_of_another_command_is_refused_and_untouched(make, whole, tmp_pa
     assert {path: data for path, data in content(tmp_path).items() if ".lock" not in path} == before
 
 
-def test_files_that_were_rewritten_since_are_not_mixed_in(make, tmp_path: Path, capsys) -> None:
-    flags = ["--source", split_navy(tmp_path / "files"), "--store", tmp_path / "store"]
-    make(*flags)
+@pytest.mark.parametrize("layout", ["v3", "v2"])
+def test_touched_files_are_compared_once_and_are_the_same(
+    layout: str, script, make, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    pattern, store = split_navy(tmp_path / "files"), tmp_path / "store"
+    flags = ["--source", pattern, *LAYOUTS[layout], "--region-times", 4, "--store"]
+    make(*flags, store)
+    shutil.copytree(store, tmp_path / "begun")
+    begun = zarr.open_group(tmp_path / "begun", mode="r+", use_consolidated=False).attrs
+    begun.put({"settings": begun["settings"], "regions": {"4": begun["regions"]["4"]}})  # killed
     os.utime(tmp_path / "files/a.nc", (0, 0))
+    make(*flags, tmp_path / "fresh")
+    for touched in (store, tmp_path / "begun"):
+        make(*flags, touched)
+        assert content(touched) == content(tmp_path / "fresh")
+    monkeypatch.setattr(script, "open_files", lambda _: pytest.fail("read again"))
+    capsys.readouterr()
+    make(*flags, store)
+    assert "whole already" in capsys.readouterr().out
+    os.utime(tmp_path / "files/a.nc", (1, 1))
+    next(path for path in sorted(store.glob("time/**/*")) if path.is_file()).unlink()
+    assert "damaged: missing or empty objects: time/" in refused(make, capsys, *flags, store)
+
+
+def test_files_that_were_edited_since_are_not_mixed_in(make, tmp_path: Path, capsys) -> None:
+    """Each edit is made in a copy, because xarray keeps files open in this process; paths are not compared."""
+    flags = ["--store", tmp_path / "store", "--region-times", 4]
+    make("--source", split_navy(tmp_path / "files"), *flags)
+    before = content(tmp_path / "store")
+    shutil.copytree(tmp_path / "files", tmp_path / "edited")
+    with h5py.File(tmp_path / "edited/a.nc", "r+") as edited:  # the second in time
+        edited["northward_wind"][3, 2, 1] += 1
+    sizes = [(tmp_path / folder / "a.nc").stat().st_size for folder in ("files", "edited")]
+    assert sizes[0] == sizes[1]
+    later = split_navy(tmp_path / "later", a=lambda part: part.assign_coords(time=part.time + HOUR))
+    others = {
+        tmp_path / "edited/*.nc": "values from time 4 on",
+        later: "time",
+        tmp_path / "files/[cb].nc": "time",
+    }
+    for pattern, differ in others.items():
+        line = refused(make, capsys, "--source", pattern, *flags)
+        assert f"was begun with other files: they have other {differ};" in line
     assert "was begun with other files" in refused(make, capsys, *flags)
+    assert content(tmp_path / "store") == before
+
+
+# ------------------------------------------------------------------------------- several blocks at once
+
+
+def parse(script, *flags: object) -> argparse.Namespace:
+    return script.parse_arguments([str(flag) for flag in flags])
+
+
+def test_blocks_are_whole_shards_and_no_region_loses_a_time(script) -> None:
+    for flags, step in {(): 5, ("--shard-times", 24): 24, ("--shard-times", 36): 36}.items():
+        args = parse(script, *flags)
+        blocks = script.plan_blocks(range(0, 396, args.region_times), 396, args)
+        times = [time for _, block in blocks for time in range(block.start, block.stop)]
+        assert times == list(range(396))
+        for region, block in blocks:
+            assert region % args.region_times == 0 and (block.start - region) % step == 0
+            assert block.stop <= min(block.start + step, region + args.region_times)
+
+
+def test_as_many_blocks_at_once_as_a_cluster_keeps_busy_and_a_regions_times_without(
+    script, monkeypatch
+) -> None:
+    class Eight:
+        def nthreads(self) -> dict[str, int]:
+            return {"tcp://a": 4, "tcp://b": 4}
+
+    monkeypatch.setattr(script.Client, "current", Eight)
+    monkeypatch.setattr(script, "CPU_COUNT", 64)
+    for flags in ([], ["--shard-times", 24], ["--shard-times", 36]):
+        assert script.count_at_once(parse(script, *flags, "--workers", 8)) == 16
+        assert script.count_at_once(parse(script, *flags, "--scheduler", "tcp://c")) == 16
+        args = parse(script, *flags)
+        assert 1 <= script.count_at_once(args) * args.block_times <= args.region_times
+    monkeypatch.setattr(script, "CPU_COUNT", 2)
+    assert script.count_at_once(parse(script)) == 2
+
+
+TOGETHER, OTHERS_RECORDED = threading.Barrier(3), threading.Event()
+PATIENCE = 60  # seconds: a guard against a hang
+WRITE = []  # the script's own function: a worker in this process finds it here
+
+
+def write_together(block: xr.Dataset, first: int, args: argparse.Namespace) -> list[str]:
+    """Write a block when three are under way, and the first of them last."""
+    TOGETHER.wait(PATIENCE)
+    if first == 0:
+        assert OTHERS_RECORDED.wait(PATIENCE)
+    return WRITE[0](block, first, args)
+
+
+def test_a_clusters_workers_write_several_regions_at_once(script, make, tmp_path, monkeypatch) -> None:
+    """Three regions, each a single shard; the first is recorded last, and the bytes are the same."""
+    TOGETHER.reset()
+    OTHERS_RECORDED.clear()
+    flags = [*SMALL, "--shard-times", 8, "--store"]
+    make(*flags, tmp_path / "alone")
+    combine, combined = script.combine, []
+
+    def count_regions(found: list[str]) -> str:
+        combined.append(found)
+        if len(combined) == 2:
+            OTHERS_RECORDED.set()
+        return combine(found)
+
+    WRITE[:] = [script.write_block]
+    monkeypatch.setattr(script, "write_block", write_together)
+    monkeypatch.setattr(script, "combine", count_regions)
+    local = {
+        "processes": False,
+        "protocol": "tcp://",
+        "host": "127.0.0.1",
+        "dashboard_address": "127.0.0.1:0",
+    }
+    with LocalCluster(n_workers=3, threads_per_worker=1, **local) as cluster:
+        make(*flags, tmp_path / "store", "--scheduler", cluster.scheduler_address)
+    assert content(tmp_path / "store") == content(tmp_path / "alone")
 
 
 BAD_FLAGS = [
@@ -497,13 +669,20 @@ def test_a_bucket_gets_the_same_store(make, whole, tmp_path: Path, monkeypatch, 
         bucket = S3Store("winds", prefix="small.zarr", endpoint=address, **options)
         names = [found["path"] for page in bucket.list() for found in page]
         stored = {name: bucket.get(name).bytes().to_bytes() for name in names}
+        bucket.delete(f"{U}/c/7/0/1")
+        assert f"missing or empty objects: {U}/c/7/0/1 (1 in all)" in refused(make, capsys, *flags)
     assert stored == content(whole["v3"])
     assert figures["stored_bytes"] == sum(map(len, stored.values()))
 
 
 @pytest.mark.thorough
 def test_a_cluster_that_is_there_is_used(make, whole, tmp_path: Path) -> None:
-    local = {"processes": False, "protocol": "tcp://", "host": "127.0.0.1", "dashboard_address": None}
+    local = {
+        "processes": False,
+        "protocol": "tcp://",
+        "host": "127.0.0.1",
+        "dashboard_address": "127.0.0.1:0",
+    }
     with LocalCluster(1, threads_per_worker=1, **local) as cluster:
         make(*SMALL, "--store", tmp_path / "store", "--scheduler", cluster.scheduler_address)
         assert cluster.scheduler.transition_counter > 100  # it did the work
