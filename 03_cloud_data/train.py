@@ -29,6 +29,7 @@ from datetime import timedelta
 from functools import cached_property, lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Thread
 from time import perf_counter
 from urllib.parse import urlsplit
@@ -43,14 +44,15 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from matplotlib.figure import Figure
 from obstore.auth.boto3 import Boto3CredentialProvider
-from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-from obstore.store import from_url
+from obstore.exceptions import NotSupportedError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import HTTPStore, from_url
 from scipy.interpolate import griddata
 from scipy.spatial import QhullError
 from torch import distributed, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric
+from zarr.abc.store import Store as ZarrStore
 from zarr.storage import ObjectStore, WrapperStore
 
 # What you change for data of your own, here or by flags.
@@ -84,6 +86,8 @@ class StoreError(OSError):
 
 def first_line(error: Exception) -> str:
     """What went wrong, without the client's account of its own settings."""
+    while isinstance(error, BaseExceptionGroup):  # of several reads at once
+        error = error.exceptions[0]
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
@@ -99,6 +103,11 @@ class Bucket(WrapperStore):
         began, found = perf_counter(), None
         try:
             found = await super().get(key, *how, **more)
+        except NotSupportedError as error:
+            remedy = "copy the store to a disk or a bucket, or write it without shards"
+            raise StoreError(
+                f"{key}: shards need range requests, which this server ignores; {remedy}"
+            ) from error
         except Exception as error:
             # Without leave to list a bucket, clouds say of metadata that are not there that they may not be read.
             denied = isinstance(error, PermissionDeniedError | UnauthenticatedError)
@@ -108,6 +117,18 @@ class Bucket(WrapperStore):
         if found is None and key.split("/")[0] in self.numbers and not key.endswith(METADATA):
             raise StoreError(f"{key}: this chunk is missing")
         return found
+
+    if hasattr(ZarrStore, "get_ranges"):  # for shards, from zarr 3.3 on: through get(), and not past it
+        get_ranges = ZarrStore.get_ranges
+
+    def list_dir(self, prefix: str):
+        """The names under a prefix. A web server cannot tell them, and obstore would ask until the deadline."""
+        if isinstance(self._store.store, HTTPStore):
+            remedy = "run zarr.consolidate_metadata on the store, where it can be written"
+            raise StoreError(
+                f"it has no consolidated metadata, and a web server cannot list a store; {remedy}"
+            )
+        return super().list_dir(prefix)
 
 
 class Store:
@@ -155,11 +176,19 @@ class Store:
             raise StoreError(f"{first_line(error)}; check credentials, or give --anonymous") from error
         dims = {name: ", ".join(map(str, dataset[name].dims)) for name in dataset.data_vars}
         dataset = dataset[[name for name in dims if name in variables]]
-        dataset = rename_dimensions(dataset.squeeze().reset_coords(drop=True))
+        try:
+            dataset = rename_dimensions(dataset.squeeze().reset_coords(drop=True))
+        except ValueError as error:
+            refuse(f"--variables {' '.join(variables)}: {error}")
         for name in variables:
-            if name not in dims or not set(dataset[name].dims) == set(DIMENSIONS) <= set(dataset.indexes):
+            on_these = name in dims and sorted(dataset[name].dims) == sorted(DIMENSIONS)
+            if not on_these or not set(DIMENSIONS) <= set(dataset.indexes):
                 found = "; ".join(f"{name} ({over})" for name, over in dims.items()) or "no variable"
                 refuse(f"--variables {name}: not in {store} on {', '.join(DIMENSIONS)} alone; it has {found}")
+            if dataset[name].dtype.kind not in "iuf":
+                refuse(f"--variables {name}: its type is {dataset[name].dtype}; give variables of numbers")
+            if dataset[name].size == 0:
+                refuse(f"--variables {name}: a dimension has length 0; give variables that have values")
             about = dataset[name].encoding
             masked, fill = about.get("_FillValue"), about.get("fill_value", about.get("_FillValue"))
             if fill is None or not (np.isnan(fill) or fill == masked):
@@ -168,7 +197,7 @@ class Store:
             raise StoreError("a coordinate repeats: it was written twice, or a chunk of it is missing")
         gc.freeze()  # else the collector stops all reads for 0.4 s at a time, to look at what was imported
         atexit.register(gc.unfreeze)
-        return arrange(dataset)
+        return sort_coordinates(dataset)
 
     def read(self, regions: list[dict]) -> np.ndarray:
         """The variables in each region, (regions, variables, H, W), all read at once: a thread for each."""
@@ -188,24 +217,38 @@ class Store:
 
 
 def rename_dimensions(dataset: xr.Dataset) -> xr.Dataset:
-    """Call the dimensions time, latitude and longitude, whatever they are called in the store."""
+    """Call the dimensions time, latitude and longitude, whatever they are called in the store.
+
+    ValueError if two coordinates look like the same dimension.
+    """
     for dimension, signs in DIMENSIONS.items():
-        for name in list(dataset.indexes):
+        found = []
+        for name in dataset.indexes:
             about = dataset[name].attrs
-            if signs & {name.lower(), about.get("standard_name"), about.get("axis"), about.get("units")}:
-                dataset = dataset.rename({name: dimension})
+            described = [str(about.get(key)) for key in ("standard_name", "axis", "units")]
+            if signs & {name.lower(), *described}:
+                found.append(name)
+        if len(found) > 1:
+            raise ValueError(f"{' and '.join(found)} both look like {dimension}; give variables of one grid")
+        if found:
+            dataset = dataset.rename({found[0]: dimension})
     return dataset
 
 
-def arrange(dataset: xr.Dataset) -> xr.Dataset:
+def sort_coordinates(dataset: xr.Dataset) -> xr.Dataset:
     """Sort the dimensions, with longitudes that do not jump where a region crosses 0 or 180 degrees."""
+    dataset = dataset.assign_coords(longitude=dataset.longitude + 0.0)  # np.unwrap wants no integers
+    steps = np.diff(np.unwrap(dataset.longitude, period=360))
+    if steps.min() < 0 < steps.max():  # np.unwrap takes a jump of over 180 degrees for a step across the seam
+        dataset = dataset.sortby("longitude")
     dataset = dataset.assign_coords(longitude=np.unwrap(dataset.longitude, period=360))
     for dim in DIMENSIONS.keys() & dataset.indexes.keys():
         if dataset.indexes[dim].is_monotonic_decreasing:  # a slice costs nothing; a sort picks row by row
             dataset = dataset.isel({dim: slice(None, None, -1)})
         elif not dataset.indexes[dim].is_monotonic_increasing:
             dataset = dataset.sortby(dim)
-    return dataset
+    is_repeated = np.isclose(dataset.longitude[-1] - dataset.longitude[0], 360, atol=1e-4)  # as 0 and 360 are
+    return dataset.isel(longitude=slice(0, -1)) if is_repeated else dataset
 
 
 def load_statistics(store: Store, args: argparse.Namespace) -> xr.Dataset:
@@ -216,7 +259,7 @@ def load_statistics(store: Store, args: argparse.Namespace) -> xr.Dataset:
     name = "_".join([*sorted(args.variables), *args.train_times])
     name = name if len(name) < 200 else sha256(name.encode()).hexdigest()  # a file's may have 255
     try:
-        return arrange(xr.open_zarr(store.bucket, group=f"statistics/{name}", chunks=None).load())
+        return sort_coordinates(xr.open_zarr(store.bucket, group=f"statistics/{name}", chunks=None).load())
     except (FileNotFoundError, KeyError):  # made by another tool, or for other times
         pass
     except (RuntimeError, ValueError) as error:  # a codec's
@@ -230,7 +273,7 @@ def load_statistics(store: Store, args: argparse.Namespace) -> xr.Dataset:
         flags += ["--endpoint", args.endpoint] * bool(args.endpoint) + ["--anonymous"] * args.anonymous
         flags += ["--deadline", str(args.deadline)]
         run_make_store("--statistics-to", str(kept), *flags)
-    return arrange(xr.load_dataset(kept))
+    return sort_coordinates(xr.load_dataset(kept))
 
 
 @lru_cache(maxsize=2)
@@ -371,7 +414,7 @@ def make_patches(args: argparse.Namespace) -> tuple[Patches, Patches, Patches]:
     valid = climatology.notnull().any("month").all("variable")
     if not valid.any():
         refuse(f"--train-times {' '.join(args.train_times)}: a variable has no value in them; give others")
-    units = [fields[name].attrs.get("units", name).replace("**", "") for name in args.variables]
+    units = [str(fields[name].attrs.get("units", name)).replace("**", "") for name in args.variables]
     data = xr.Dataset({"climatology": climatology.astype("float32"), "valid": valid}, {"time": fields.time})
     data["std"] = "variable", np.float32([statistics[name].attrs["std"] for name in args.variables])
     data["units"] = "variable", [unit.replace("m s-1", "m/s") for unit in units]
@@ -463,6 +506,11 @@ class FillGaps(LightningModule):
         self.model = UNet(len(std))
         self.mean_squares = nn.ModuleList(MeanMetric() for _ in pools)  # sums over all batches
         self.sums = self.traffic = 0
+
+    def on_train_start(self) -> None:
+        first, step = self.trainer.train_dataloader.batch_sampler.start, self.trainer.global_step
+        if first != step:  # as with a sampler that was made before Lightning restored its step
+            raise RuntimeError(f"the sampler begins at step {first}, and training at step {step}")
 
     def training_step(self, batch: dict, batch_idx: int) -> torch.Tensor:
         sums = masked_sums(self.model(batch["input"]), batch)
@@ -662,21 +710,39 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.batch_size < least:
         reason = f"{args.devices} devices x {args.num_nodes} nodes x {args.accumulate} micro-batches"
         refuse(f"--batch-size {args.batch_size}: {reason} need at least {least}")
-    if Path(args.output_dir).is_file():
-        refuse(f"--output-dir {args.output_dir}: a file; give a folder")
+    if args.seed >= 2**64:
+        refuse(f"--seed {args.seed}: too large; give less than 2**64")
+    check_folder(args.output_dir)
     last = Path(args.output_dir, "last.ckpt")
     if args.resume in ("last", "auto"):
         args.resume = str(last) if args.resume == "last" or last.exists() else None
     return args
 
 
+def check_folder(folder: str) -> None:
+    """Refuse a folder in which nothing can be written, or which cannot be made."""
+    path = Path(folder).absolute()
+    try:
+        existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        TemporaryFile(dir=existing).close()
+    except OSError as error:
+        refuse(f"--output-dir {folder}: {error.strerror}; give a folder that can be written to")
+
+
 def check_resumable(checkpoint: str, args: argparse.Namespace) -> int:
     """The step of a checkpoint; refuse one that is not there, or of a run that this one cannot go on with."""
     if not Path(checkpoint).is_file():
         refuse(f"--resume {checkpoint}: no such file; to start anew, give no --resume")
-    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        missing = {"global_step", "hyper_parameters", "optimizer_states"} - saved.keys()
+        options = dict(saved.get("hyper_parameters", {}).get("options", {}))
+    except Exception as error:  # torch raises many kinds, depending on what the bytes look like
+        refuse(f"--resume {checkpoint}: cannot be read ({type(error).__name__}); give a whole checkpoint")
+    if missing:
+        refuse(f"--resume {checkpoint}: has no {', '.join(sorted(missing))}; give a whole checkpoint")
     for name in DECISIVE.split():
-        value, before = getattr(args, name), saved.get("hyper_parameters", {}).get("options", {}).get(name)
+        value, before = getattr(args, name), options.get(name)
         if value != before:
             flag = f"--{name.replace('_', '-')} {value}"
             refuse(f"{flag}: {checkpoint} has {before}; give that, or no --resume")
@@ -694,6 +760,12 @@ def main(argv: list[str] | None = None) -> dict:
         print(file=sys.stderr)  # below the progress bar
         reason = str(error).split("StoreError: ")[-1].strip()  # a worker's has its stack
         refuse(f"--store {args.store}: {reason}")
+    except RuntimeError as error:
+        if "gloo" not in str(error) and not isinstance(error, distributed.DistBackendError):
+            raise
+        print(f"\n{first_line(error)}", file=sys.stderr)
+        reason = "its own last line, above or in that rank's log, says why"
+        refuse(f"another rank failed, or does not answer; {reason}")
 
 
 def train(args: argparse.Namespace) -> dict:

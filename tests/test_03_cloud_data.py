@@ -1,5 +1,6 @@
 """Chapter 3: train.py ends at the same weights wherever it reads, and says which object it could not read."""
 
+import inspect
 import json
 import os
 import pickle
@@ -7,9 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import urllib.request
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import book
@@ -306,6 +310,23 @@ def test_two_ranks_killed_and_resumed_to_the_bit(step: int, address: str, tmp_pa
         assert_resumed(tmp_path / "run", 2, tmp_path / "whole")
 
 
+def test_of_two_ranks_the_one_that_finds_no_fault_says_that_the_other_did(
+    folder: Path, drawn: tuple[int, str], tmp_path: Path
+) -> None:
+    """Rank 0's first sample has a hole. Gloo's stack would be the last that a reader sees."""
+    store = shutil.copytree(folder / "winds/v3", tmp_path / "store")
+    put(np.nan)(store, drawn[0])
+    first, second = programs.run_ranks(SCRIPT, 2, *SMALL, "--store", store, "--output-dir", tmp_path / "run")
+    assert (first.code, second.code) == (2, 2), programs.printed([first, second])
+    assert first.err.splitlines()[-1].startswith(
+        f"train.py: error: --store {store}: {A_DATE}".format(date=drawn[1])
+    )
+    assert second.err.splitlines()[-1].startswith(
+        "train.py: error: another rank failed, or does not answer; its own"
+    )
+    assert "Traceback" not in second.err
+
+
 # ------------------------------------------------------------------------------ any layout
 
 
@@ -318,12 +339,24 @@ def flipped(dim: str) -> Callable:
     return lambda data: data.isel({dim: slice(None, None, -1)})
 
 
+def in_no_order(dataset: xr.Dataset) -> xr.Dataset:
+    return dataset.isel(longitude=np.random.default_rng(0).permutation(dataset.sizes["longitude"]))
+
+
+def first_again(dataset: xr.Dataset) -> xr.Dataset:
+    """With longitude 0 a second time, as 360."""
+    first = dataset.isel(longitude=[0])
+    return xr.concat([dataset, first.assign_coords(longitude=first.longitude + 360)], "longitude")
+
+
 OTHER_LAYOUTS = {  # what becomes of the dataset, and the columns by which its map begins later
     "time last": (lambda data: data.transpose("latitude", "longitude", ...), 0),
     "longitude first": (lambda data: data.transpose("longitude", ...), 0),
     "from south to north": (flipped("latitude"), 0),
     "from east to west": (flipped("longitude"), 0),
     "from 180 degrees west": (around, 36),
+    "longitudes in no order": (in_no_order, 0),
+    "the first column again": (first_again, 0),
     "short names": (lambda data: data.rename(latitude="lat", longitude="lon"), 0),
     "known by units": (lambda data: data.rename(latitude="y", longitude="x"), 0),
     "all of these": (
@@ -591,6 +624,47 @@ def test_a_bucket_that_is_gone_before_a_worker_opens_it(address: str, tmp_path: 
     assert "error: --store s3://winds/v3: " in done.err.splitlines()[-1]
 
 
+# ------------------------------------------------------------------------------ a web server
+
+
+@pytest.fixture(scope="module")
+def web(folder: Path, fields: tuple):
+    """The bucket behind a plain web server, which neither lists nor knows ranges, and what it is asked for."""
+    fields[0].isel(time=slice(4)).to_zarr(folder / "winds/not_consolidated", consolidated=False)
+    asked = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *about: object) -> None:
+            asked.append(self.requestline)
+
+    handler = partial(Handler, directory=folder / "winds")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+        thread.join()
+
+
+def test_a_web_server_serves_a_store(web: tuple, folder: Path) -> None:
+    own = training("--store", folder / "winds/v3")
+    served = training("--store", f"{web[0]}/v3")
+    np.testing.assert_array_equal(served[0, 0]["target"], own[0, 0]["target"])
+
+
+def test_a_web_server_is_not_asked_to_list_a_store(web: tuple, tmp_path: Path, refused) -> None:
+    """obstore would ask it again and again until the deadline."""
+    store = f"{web[0]}/not_consolidated"
+    said = refused("--store", store, "--output-dir", tmp_path / "run")
+    assert re.match(f"--store {store}: .* cannot list a store; run zarr.consolidate_metadata", said), said
+    assert not [line for line in web[1] if line.startswith("PROPFIND")]
+
+
+def test_a_server_without_ranges_cannot_serve_shards(web: tuple, tmp_path: Path, refused) -> None:
+    said = refused("--store", f"{web[0]}/shards", "--output-dir", tmp_path)
+    assert re.match(r"--store \S+: .*shards need range requests, .*; copy the store to", said), said
+
+
 # ------------------------------------------------------------------------------ credentials
 
 
@@ -664,6 +738,16 @@ BAD_INPUT = {
     "fork": (f"{V3} --num-workers 1 --start-method fork", "--start-method fork: .* give forkserver or spawn"),
     "no deadline": (f"{V3} --deadline 0", "--deadline 0: too small"),
     "no checkpoint": (f"{V3} --resume missing.ckpt", "--resume missing.ckpt: no such file"),
+    "a text as checkpoint": (
+        f"{V3} --resume {{file}}",
+        r"--resume \S+: cannot be read \(\w+\); give a whole",
+    ),
+    "no folder": (f"{V3} --output-dir /dev/null/run", "--output-dir /dev/null/run: Not a directory; give"),
+    "a seed of 65 bits": (f"{V3} --seed {2**64}", f"--seed {2**64}: too large; give less than"),
+    "no time at all": (V3.replace("v3", "timeless"), f"--variables {U}: a dimension has length 0; give"),
+    "strings": (V3.replace("v3", "strings"), f"--variables {U}: its type is <U2; give variables of numbers"),
+    "two grids": (V3.replace("v3", "staggered"), f"--variables {U} {V}: .* both look like latitude; give"),
+    "time twice": (V3.replace("v3", "twice"), rf"--variables {U}: not in .*; it has .*{U} \(time, time, lat"),
 }
 
 
@@ -673,15 +757,31 @@ def bad_stores(folder: Path, fields: tuple) -> None:
     temperature = xr.DataArray(np.ones((2, *fields[0][U].shape), "f4"), dims=("level", *fields[0][U].dims))
     levels = fields[0].coords.to_dataset().assign(temperature=temperature.transpose("time", "level", ...))
     levels.to_zarr(folder / "winds/levels", consolidated=False)
+    u, v = (fields[0][name].drop_encoding() for name in (U, V))
+    few = {"time": slice(4)}
+    stores = {
+        "timeless": xr.Dataset({U: u, V: v}).isel(time=slice(0)),
+        "strings": xr.Dataset({U: xr.full_like(u, "ab", "<U2"), V: v}).isel(few),
+        "staggered": xr.Dataset({U: u, V: v.rename(latitude="lat")}).isel(few),
+    }
+    for name, store in stores.items():
+        store.to_zarr(folder / "winds" / name, consolidated=False)
+    twice = zarr.create_group(folder / "winds/twice")
+    for name in ("time", "latitude", "longitude"):
+        twice.create_array(name, data=np.arange(16.0), dimension_names=[name])
+    for name in (U, V):
+        dims = ["time", "time", "latitude", "longitude"]
+        twice.create_array(name, data=np.zeros((16, 16, 16, 16), "float32"), dimension_names=dims)
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate dimension names")
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_named_with_its_flag_and_writes_nothing(
     case: str, folder: Path, address, guarded, broken, bad_stores, tmp_path: Path, capfd, refused
 ) -> None:
     flags, message = BAD_INPUT[case]
     places = {"address": address, "guarded": guarded, "broken": broken, "folder": folder, "file": __file__}
-    said = refused(*flags.format(**places).split(), "--output-dir", tmp_path / "run")
+    said = refused("--output-dir", tmp_path / "run", *flags.format(**places).split())
     assert re.match(message, said), said
     assert SECRET not in said
     assert list(tmp_path.iterdir()) == []
@@ -731,6 +831,22 @@ def test_statistics_that_a_store_lacks_are_drawn_once_and_kept(
     np.testing.assert_array_equal(training(*s3(address, store.name)).climatology, plain.climatology)
 
 
+def test_infinity_is_found_where_statistics_are_drawn(
+    make, fields: tuple, cloud: Path, tmp_path: Path, monkeypatch, capfd
+) -> None:
+    """Else the standard deviation would be infinite, every anomaly 0, and the RMSE NaN, with exit code 0."""
+    monkeypatch.setattr(chapter, "run_make_store", make)
+    monkeypatch.setitem(sys.modules, "train", chapter)
+    infinite = fields[0].copy(deep=True)
+    infinite[U][3, 10, 10] = np.inf
+    infinite.to_zarr(tmp_path / "infinite", consolidated=True)
+    with pytest.raises(SystemExit, match="2"):
+        training("--store", tmp_path / "infinite")
+    date = str(infinite.time.values[3])[:16]
+    assert f"infinity on {date}; replace it" in capfd.readouterr().err.splitlines()[-1]
+    assert not list((cloud / "outputs/statistics").glob("*.nc"))
+
+
 def weatherbench2(dataset: xr.Dataset) -> xr.Dataset:
     """With the dimensions in the order of those stores, and variables on levels and without a time."""
     levels = dataset[U].drop_attrs().expand_dims(level=[500, 850]).assign_attrs(units="K")
@@ -774,6 +890,12 @@ def test_the_public_stores_are_read(name: str) -> None:
     winds = store.read([where])
     assert winds.shape == (1, 2, 16, 16)
     assert 1 < np.abs(winds).max() < 100
+
+
+def test_a_resumed_run_is_checked_as_in_chapter_1() -> None:
+    first = load("01_setup/train.py", "chapter_01_train_again")
+    check = inspect.getsource(chapter.FillGaps.on_train_start)
+    assert check == inspect.getsource(first.FillGaps.on_train_start)
 
 
 def test_both_scripts_know_dimensions_by_the_same_signs() -> None:
