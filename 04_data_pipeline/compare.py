@@ -70,7 +70,7 @@ class DaskStore(train.Store):
     @cached_property
     def lazy(self) -> xr.Dataset:
         dataset = xr.open_zarr(self.bucket, chunks={})[self.args.variables]
-        return train.arrange(train.rename_dimensions(dataset))
+        return train.sort_coordinates(train.rename_dimensions(dataset))
 
     def read(self, regions: list[dict]) -> np.ndarray:
         parts = [[self.lazy[name].isel(at).data for name in self.args.variables] for at in regions]

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -32,6 +32,7 @@ from functools import cached_property, lru_cache, partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Thread
 from time import perf_counter
 from typing import NamedTuple
@@ -48,14 +49,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from matplotlib.figure import Figure
 from numpy.lib.stride_tricks import sliding_window_view
 from obstore.auth.boto3 import Boto3CredentialProvider
-from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-from obstore.store import from_url
+from obstore.exceptions import NotSupportedError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import HTTPStore, from_url
 from scipy.interpolate import griddata
 from scipy.spatial import QhullError
 from torch import distributed, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torchmetrics import MeanMetric
+from zarr.abc.store import Store as ZarrStore
 from zarr.storage import ObjectStore, WrapperStore
 
 # What you change for data of your own, here or by flags.
@@ -92,6 +94,8 @@ class StoreError(OSError):
 
 def first_line(error: Exception) -> str:
     """What went wrong, without the client's account of its own settings."""
+    while isinstance(error, BaseExceptionGroup):  # of several reads at once
+        error = error.exceptions[0]
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
@@ -107,6 +111,11 @@ class Bucket(WrapperStore):
         began, found = perf_counter(), None
         try:
             found = await super().get(key, *how, **more)
+        except NotSupportedError as error:
+            remedy = "copy the store to a disk or a bucket, or write it without shards"
+            raise StoreError(
+                f"{key}: shards need range requests, which this server ignores; {remedy}"
+            ) from error
         except Exception as error:
             # Without leave to list a bucket, clouds say of metadata that are not there that they may not be read.
             denied = isinstance(error, PermissionDeniedError | UnauthenticatedError)
@@ -116,6 +125,18 @@ class Bucket(WrapperStore):
         if found is None and key.split("/")[0] in self.numbers and not key.endswith(METADATA):
             raise StoreError(f"{key}: this chunk is missing")
         return found
+
+    if hasattr(ZarrStore, "get_ranges"):  # for shards, from zarr 3.3 on: through get(), and not past it
+        get_ranges = ZarrStore.get_ranges
+
+    def list_dir(self, prefix: str):
+        """The names under a prefix. A web server cannot tell them, and obstore would ask until the deadline."""
+        if isinstance(self._store.store, HTTPStore):
+            remedy = "run zarr.consolidate_metadata on the store, where it can be written"
+            raise StoreError(
+                f"it has no consolidated metadata, and a web server cannot list a store; {remedy}"
+            )
+        return super().list_dir(prefix)
 
 
 class Store:
@@ -163,11 +184,19 @@ class Store:
             raise StoreError(f"{first_line(error)}; check credentials, or give --anonymous") from error
         dims = {name: ", ".join(map(str, dataset[name].dims)) for name in dataset.data_vars}
         dataset = dataset[[name for name in dims if name in variables]]
-        dataset = rename_dimensions(dataset.squeeze().reset_coords(drop=True))
+        try:
+            dataset = rename_dimensions(dataset.squeeze().reset_coords(drop=True))
+        except ValueError as error:
+            refuse(f"--variables {' '.join(variables)}: {error}")
         for name in variables:
-            if name not in dims or not set(dataset[name].dims) == set(DIMENSIONS) <= set(dataset.indexes):
+            on_these = name in dims and sorted(dataset[name].dims) == sorted(DIMENSIONS)
+            if not on_these or not set(DIMENSIONS) <= set(dataset.indexes):
                 found = "; ".join(f"{name} ({over})" for name, over in dims.items()) or "no variable"
                 refuse(f"--variables {name}: not in {store} on {', '.join(DIMENSIONS)} alone; it has {found}")
+            if dataset[name].dtype.kind not in "iuf":
+                refuse(f"--variables {name}: its type is {dataset[name].dtype}; give variables of numbers")
+            if dataset[name].size == 0:
+                refuse(f"--variables {name}: a dimension has length 0; give variables that have values")
             about = dataset[name].encoding
             masked, fill = about.get("_FillValue"), about.get("fill_value", about.get("_FillValue"))
             if fill is None or not (np.isnan(fill) or fill == masked):
@@ -176,7 +205,7 @@ class Store:
             raise StoreError("a coordinate repeats: it was written twice, or a chunk of it is missing")
         gc.freeze()  # else the collector stops all reads for 0.4 s at a time, to look at what was imported
         atexit.register(gc.unfreeze)
-        return arrange(dataset)
+        return sort_coordinates(dataset)
 
     def read(self, regions: list[dict]) -> np.ndarray:
         """The variables in each region, (regions, variables, H, W), all read at once: a thread for each."""
@@ -197,24 +226,42 @@ class Store:
 
 
 def rename_dimensions(dataset: xr.Dataset) -> xr.Dataset:
-    """Call the dimensions time, latitude and longitude, whatever they are called in the store."""
+    """Call the dimensions time, latitude and longitude, whatever they are called in the store.
+
+    ValueError if two coordinates look like the same dimension.
+    """
     for dimension, signs in DIMENSIONS.items():
-        for name in list(dataset.indexes):
+        found = []
+        for name in dataset.indexes:
             about = dataset[name].attrs
-            if signs & {name.lower(), about.get("standard_name"), about.get("axis"), about.get("units")}:
-                dataset = dataset.rename({name: dimension})
+            described = [str(about.get(key)) for key in ("standard_name", "axis", "units")]
+            if signs & {name.lower(), *described}:
+                found.append(name)
+        if len(found) > 1:
+            raise ValueError(f"{' and '.join(found)} both look like {dimension}; give variables of one grid")
+        if found:
+            dataset = dataset.rename({found[0]: dimension})
+            for field in dataset.variables.values():  # xarray renames no dimension in the encoding
+                chunk = field.encoding.get("preferred_chunks", {})
+                renamed = {dimension if name == found[0] else name: size for name, size in chunk.items()}
+                field.encoding["preferred_chunks"] = renamed
     return dataset
 
 
-def arrange(dataset: xr.Dataset) -> xr.Dataset:
+def sort_coordinates(dataset: xr.Dataset) -> xr.Dataset:
     """Sort the dimensions, with longitudes that do not jump where a region crosses 0 or 180 degrees."""
+    dataset = dataset.assign_coords(longitude=dataset.longitude + 0.0)  # np.unwrap wants no integers
+    steps = np.diff(np.unwrap(dataset.longitude, period=360))
+    if steps.min() < 0 < steps.max():  # np.unwrap takes a jump of over 180 degrees for a step across the seam
+        dataset = dataset.sortby("longitude")
     dataset = dataset.assign_coords(longitude=np.unwrap(dataset.longitude, period=360))
     for dim in DIMENSIONS.keys() & dataset.indexes.keys():
         if dataset.indexes[dim].is_monotonic_decreasing:  # a slice costs nothing; a sort picks row by row
             dataset = dataset.isel({dim: slice(None, None, -1)})
         elif not dataset.indexes[dim].is_monotonic_increasing:
             dataset = dataset.sortby(dim)
-    return dataset
+    is_repeated = np.isclose(dataset.longitude[-1] - dataset.longitude[0], 360, atol=1e-4)  # as 0 and 360 are
+    return dataset.isel(longitude=slice(0, -1)) if is_repeated else dataset
 
 
 def load_statistics(store: Store, args: argparse.Namespace) -> xr.Dataset:
@@ -225,7 +272,7 @@ def load_statistics(store: Store, args: argparse.Namespace) -> xr.Dataset:
     name = "_".join([*sorted(args.variables), *args.train_times])
     name = name if len(name) < 200 else sha256(name.encode()).hexdigest()  # a file's may have 255
     try:
-        return arrange(xr.open_zarr(store.bucket, group=f"statistics/{name}", chunks=None).load())
+        return sort_coordinates(xr.open_zarr(store.bucket, group=f"statistics/{name}", chunks=None).load())
     except (FileNotFoundError, KeyError):  # made by another tool, or for other times
         pass
     except (RuntimeError, ValueError) as error:  # a codec's
@@ -239,7 +286,7 @@ def load_statistics(store: Store, args: argparse.Namespace) -> xr.Dataset:
         flags += ["--endpoint", args.endpoint] * bool(args.endpoint) + ["--anonymous"] * args.anonymous
         flags += ["--deadline", str(args.deadline)]
         run_make_store("--statistics-to", str(kept), *flags)
-    return arrange(xr.load_dataset(kept))
+    return sort_coordinates(xr.load_dataset(kept))
 
 
 @lru_cache(maxsize=2)
@@ -407,8 +454,7 @@ class Blocks(IterableDataset):
         self.turns = max(1, lanes // patches.batch_size)
         self.share = max(1, patches.batch_size // lanes)  # of a lane in the batches of its turn
         chunks = [field.encoding.get("preferred_chunks", {}) for field in patches.store.fields.values()]
-        times = [size for of in chunks for name, size in of.items() if name.lower() in DIMENSIONS["time"]]
-        numbers = patches.places // max(times, default=1)
+        numbers = patches.places // max(chunk.get("time", 1) for chunk in chunks)
         self.edges = np.append(
             np.flatnonzero(np.diff(numbers, prepend=-1)), len(numbers)
         )  # of blocks, in times
@@ -422,6 +468,18 @@ class Blocks(IterableDataset):
         number = step // self.turns * self.share + k % self.share  # in the lane
         visit, patch = divmod(number, self.per_block)
         return visit * self.lanes + lane, patch
+
+    def count_readers(self, workers: int) -> int:
+        """How many workers read the same block, at most: each of W workers makes every W-th batch."""
+        # In so many steps each lane uses up two blocks.
+        steps = self.turns * math.ceil(2 * self.per_block / self.share)
+        batches = islice(self.sampler, steps * self.sampler.args.accumulate)
+        readers = defaultdict(set)
+        for number, indices in enumerate(batches if workers > 1 else []):
+            for index in indices:
+                visit, _ = self.address(*index)
+                readers[visit].add(number % workers)
+        return max(map(len, readers.values()), default=1)
 
     def start(self, visit: int, threads: ThreadPoolExecutor) -> Block:
         """Draw the patches of a visit, a pure function of (seed, visit), and begin to read its block."""
@@ -494,10 +552,22 @@ class Blocks(IterableDataset):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
+def note_on_workers(blocks: Blocks, workers: int) -> str | None:
+    """What to say if several workers read the same blocks; None if each block is read by one worker."""
+    times = blocks.count_readers(workers)
+    if times == 1:
+        return None
+    fewer = max(number for number in range(1, workers) if blocks.count_readers(number) == 1)
+    remedy = f"with --num-workers {fewer} it is read once"
+    return f"note: with --num-workers {workers} each block is read {times} times; {remedy}"
+
+
 def make_loader(patches: Patches, args: argparse.Namespace, start=0, rank=0, world_size=1) -> DataLoader:
     """An ordinary DataLoader of a rank's batches, from step `start` on."""
     sampler = StepSampler(args, start, rank, world_size)
     blocks = Blocks(patches, sampler, args.shuffle_blocks, args.patches_per_block)
+    if rank == 0 and (note := note_on_workers(blocks, max(1, args.num_workers))):
+        print(note, file=sys.stderr)
     multiprocessing.set_forkserver_preload(PRELOADED)  # imports once for all workers
     workers = {"multiprocessing_context": args.start_method, "worker_init_fn": end_with_parent}
     workers["num_workers"] = args.num_workers
@@ -526,7 +596,7 @@ def make_patches(args: argparse.Namespace) -> tuple[Patches, Patches, Patches]:
     valid = climatology.notnull().any("month").all("variable")
     if not valid.any():
         refuse(f"--train-times {' '.join(args.train_times)}: a variable has no value in them; give others")
-    units = [fields[name].attrs.get("units", name).replace("**", "") for name in args.variables]
+    units = [str(fields[name].attrs.get("units", name)).replace("**", "") for name in args.variables]
     data = xr.Dataset({"climatology": climatology.astype("float32"), "valid": valid}, {"time": fields.time})
     data["std"] = "variable", np.float32([statistics[name].attrs["std"] for name in args.variables])
     data["units"] = "variable", [unit.replace("m s-1", "m/s") for unit in units]
@@ -618,6 +688,11 @@ class FillGaps(LightningModule):
         self.model = UNet(len(std))
         self.mean_squares = nn.ModuleList(MeanMetric() for _ in pools)  # sums over all batches
         self.sums = self.traffic = 0
+
+    def on_train_start(self) -> None:
+        first, step = self.trainer.train_dataloader.dataset.sampler.start, self.trainer.global_step
+        if first != step:  # as with a sampler that was made before Lightning restored its step
+            raise RuntimeError(f"the sampler begins at step {first}, and training at step {step}")
 
     def training_step(self, batch: dict, batch_idx: int) -> torch.Tensor:
         sums = masked_sums(self.model(batch["input"]), batch)
@@ -770,11 +845,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--patch-size", type=int, default=64, help="cells along a side of a patch")
     add("--batch-size", type=int, default=8, help="samples in the global batch")
     add("--patches-per-block", type=int, default=8, help="cut from a map each time that it is read")
-    add(
-        "--shuffle-blocks",
-        type=int,
-        help="maps that are mixed; if not given, 32 or more, a multiple of the batch",
-    )
+    add("--shuffle-blocks", type=int, help="maps that are mixed; if not given, four times the batch")
     add("--max-steps", type=int, default=200, help="optimizer steps in the whole run")
     add("--learning-rate", type=float, default=6e-3, help="AdamW's, at the end of the warm-up")
     add("--validate-every", type=int, default=100, help="steps between validations")
@@ -823,25 +894,43 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.batch_size < least:
         reason = f"{args.devices} devices x {args.num_nodes} nodes x {args.accumulate} micro-batches"
         refuse(f"--batch-size {args.batch_size}: {reason} need at least {least}")
-    args.shuffle_blocks = args.shuffle_blocks or math.ceil(32 / args.batch_size) * args.batch_size
+    args.shuffle_blocks = args.shuffle_blocks or 4 * args.batch_size
     if args.shuffle_blocks % args.batch_size and args.batch_size % args.shuffle_blocks:
         remedy = f"give a multiple or a divisor of --batch-size {args.batch_size}"
         refuse(f"--shuffle-blocks {args.shuffle_blocks}: {remedy}")
-    if Path(args.output_dir).is_file():
-        refuse(f"--output-dir {args.output_dir}: a file; give a folder")
+    if args.seed >= 2**64:
+        refuse(f"--seed {args.seed}: too large; give less than 2**64")
+    check_folder(args.output_dir)
     last = Path(args.output_dir, "last.ckpt")
     if args.resume in ("last", "auto"):
         args.resume = str(last) if args.resume == "last" or last.exists() else None
     return args
 
 
+def check_folder(folder: str) -> None:
+    """Refuse a folder in which nothing can be written, or which cannot be made."""
+    path = Path(folder).absolute()
+    try:
+        existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        TemporaryFile(dir=existing).close()
+    except OSError as error:
+        refuse(f"--output-dir {folder}: {error.strerror}; give a folder that can be written to")
+
+
 def check_resumable(checkpoint: str, args: argparse.Namespace) -> int:
     """The step of a checkpoint; refuse one that is not there, or of a run that this one cannot go on with."""
     if not Path(checkpoint).is_file():
         refuse(f"--resume {checkpoint}: no such file; to start anew, give no --resume")
-    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        missing = {"global_step", "hyper_parameters", "optimizer_states"} - saved.keys()
+        options = dict(saved.get("hyper_parameters", {}).get("options", {}))
+    except Exception as error:  # torch raises many kinds, depending on what the bytes look like
+        refuse(f"--resume {checkpoint}: cannot be read ({type(error).__name__}); give a whole checkpoint")
+    if missing:
+        refuse(f"--resume {checkpoint}: has no {', '.join(sorted(missing))}; give a whole checkpoint")
     for name in DECISIVE.split():
-        value, before = getattr(args, name), saved.get("hyper_parameters", {}).get("options", {}).get(name)
+        value, before = getattr(args, name), options.get(name)
         if value != before:
             flag = f"--{name.replace('_', '-')} {value}"
             refuse(f"{flag}: {checkpoint} has {before}; give that, or no --resume")
@@ -859,6 +948,12 @@ def main(argv: list[str] | None = None) -> dict:
         print(file=sys.stderr)  # below the progress bar
         reason = str(error).split("StoreError: ")[-1].strip()  # a worker's has its stack
         refuse(f"--store {args.store}: {reason}")
+    except RuntimeError as error:
+        if "gloo" not in str(error) and not isinstance(error, distributed.DistBackendError):
+            raise
+        print(f"\n{first_line(error)}", file=sys.stderr)
+        reason = "its own last line, above or in that rank's log, says why"
+        refuse(f"another rank failed, or does not answer; {reason}")
 
 
 def train(args: argparse.Namespace) -> dict:

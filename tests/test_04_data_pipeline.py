@@ -1,7 +1,9 @@
 """Chapter 4: block shuffle loses and doubles nothing, its order is a function, and its memory is bounded."""
 
 import gc
+import inspect
 import json
+import math
 import re
 import shutil
 import sys
@@ -255,6 +257,26 @@ def test_a_block_is_all_maps_of_a_chunk(coded, opened: dict) -> None:
     assert requests == OBJECTS * len(opened)
 
 
+@pytest.mark.parametrize("shards", [None, (8, 96, 96)], ids=["chunks", "shards"])
+@pytest.mark.parametrize("known_by", ["standard_name", "axis"])
+def test_a_time_known_by_an_attribute_is_cut_into_the_same_blocks(
+    known_by: str, shards: tuple | None, folder: Path, tmp_path: Path
+) -> None:
+    """A block is a chunk, also inside a shard. If the chunks of `instant` are not found, each time is a block."""
+    dataset = xr.open_zarr(folder / "winds/times", chunks=None).load().drop_encoding()
+    dataset = dataset.rename(time="instant")
+    dataset.instant.attrs[known_by] = {"standard_name": "time", "axis": "T"}[known_by]
+    layout = {"chunks": (4, 32, 32)} | ({"shards": shards} if shards else {})
+    dataset.to_zarr(tmp_path / "other", encoding=dict.fromkeys((U, V), layout), consolidated=True)
+    shutil.copytree(folder / "winds/times/statistics", tmp_path / "other/statistics")
+    zarr.consolidate_metadata(tmp_path / "other")
+    flags = [*mixing(4, 4, 8), "--max-steps", 14]
+    plain, other = (loader("--store", path, *flags) for path in (folder / "winds/times", tmp_path / "other"))
+    np.testing.assert_array_equal(other.dataset.edges, plain.dataset.edges)
+    assert len(other.dataset.edges) == 1 + math.ceil(TRAINING_TIMES / 4)
+    assert_same(list(other), list(plain))
+
+
 @pytest.mark.parametrize("per_block", [2, 6, 8])
 def test_all_times_of_a_chunk_are_drawn_equally_often(per_block: int, coded) -> None:
     """A visit that draws fewer patches than there are times leaves others out than the visit before."""
@@ -389,6 +411,67 @@ def test_workers_share_no_map_if_their_number_divides_the_turns(
         monkeypatch.setattr(chapter, "get_worker_info", lambda place=place: place)
         found |= zip(range(worker, 12, workers), loader(*flags))
     assert_same([found[step] for step in range(12)], expected)
+
+
+@pytest.fixture
+def count_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Requests a sample of all workers together, over steps in which each lane uses up its block."""
+
+    def call(batch: int, workers: int, *flags: object) -> float:
+        steps = 4 * 8
+        flags = ["--store", folder / "winds/v3", "--batch-size", batch, "--max-steps", steps, *flags]
+        flags = ["--shuffle-blocks", 4 * batch, "--patches-per-block", 8, *flags]
+        requests = 0
+        for worker in range(workers or 1):
+            place = Namespace(id=worker, num_workers=workers) if workers else None
+            monkeypatch.setattr(chapter, "get_worker_info", lambda place=place: place)
+            requests += sum(found["traffic"][0] for found in loader(*flags))
+        return requests / (steps * batch)
+
+    return call
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize("batch", [8, pytest.param(32, marks=thorough)])
+def test_workers_cost_no_request_by_default(
+    batch: int, workers: int, folder: Path, count_requests, capsys
+) -> None:
+    """A map is 12 objects, of which 8 samples are cut; with 32 lanes of a batch of 32, 4 workers would read it 4 times."""
+    assert count_requests(batch, workers) == OBJECTS / 8
+    flags = ["--batch-size", batch, "--shuffle-blocks", 4 * batch, "--max-steps", 64]
+    loader("--store", folder / "winds/v3", *flags, "--num-workers", workers)
+    assert "each block is read" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lanes", "workers", "accumulate", "times"),
+    [
+        (8, 2, 1, 2),
+        (8, 4, 1, 4),
+        (32, 3, 1, 3),
+        (16, 4, 1, 2),
+        (8, 2, 2, 1),
+        (8, 4, 2, 2),
+        (32, 16, 1, 4),
+        (2, 4, 1, 2),
+    ],
+)
+def test_a_number_of_workers_that_reads_a_map_several_times_is_warned_of(
+    lanes: int, workers: int, accumulate: int, times: int, folder: Path, count_requests, capsys
+) -> None:
+    """With the factor that is counted, and a number of workers with which it is 1."""
+    own = ["--shuffle-blocks", lanes, "--accumulate", accumulate, "--patches-per-block", 8]
+    assert count_requests(8, workers, *own) == times * OBJECTS / 8
+    flags = ["--store", folder / "winds/v3", "--batch-size", 8, *own, "--max-steps", 64, "--num-workers"]
+    loader(*flags, workers)
+    note = capsys.readouterr().err
+    if times == 1:
+        assert "each block is read" not in note
+        return
+    assert f"each block is read {times} times" in note
+    (fewer,) = re.findall(r"with --num-workers (\d+) it is read once", note)
+    loader(*flags, fewer)
+    assert "each block is read" not in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------ bounded memory
@@ -617,19 +700,44 @@ BAD_INPUT = {
     "--shuffle-blocks 3 --batch-size 8": "--shuffle-blocks 3: .*--batch-size 8",
     "--shuffle-blocks 0": "--shuffle-blocks 0: .* 1",
     "--patches-per-block 0": "--patches-per-block 0: .* 1",
+    f"--seed {2**64}": f"--seed {2**64}: too large; give less than",
+    "--output-dir /dev/null/run": "--output-dir /dev/null/run: Not a directory; give a folder",
 }
 
 
 @pytest.mark.parametrize("flags", BAD_INPUT)
 def test_bad_input_is_named_with_its_flag(flags: str, folder: Path, tmp_path: Path, refused) -> None:
-    said = refused("--store", folder / "winds/v3", *flags.split(), "--output-dir", tmp_path / "run")
+    said = refused("--store", folder / "winds/v3", "--output-dir", tmp_path / "run", *flags.split())
     assert re.match(BAD_INPUT[flags], said), said
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("batch, lanes", [(8, 32), (12, 36), (32, 32), (64, 64)])
-def test_the_width_of_the_shuffle_suits_the_batch(batch: int, lanes: int) -> None:
-    assert chapter.parse_arguments(["--batch-size", str(batch)]).shuffle_blocks == lanes
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize("batch", [8, 12, 32])
+def test_the_width_of_the_shuffle_is_four_batches_whatever_the_workers(batch: int, workers: int) -> None:
+    """Else their number would decide the order, and no run could go on with others."""
+    flags = ["--batch-size", str(batch), "--num-workers", str(workers)]
+    assert chapter.parse_arguments(flags).shuffle_blocks == 4 * batch
+
+
+def test_stores_are_opened_as_in_chapter_3(before) -> None:
+    """Where what becomes of strange stores, folders, servers and ranks is tested."""
+    names = "StoreError first_line Bucket sort_coordinates load_statistics make_patches"
+    names += " check_folder check_resumable main"
+    theirs, own = book.definitions("03_cloud_data/train.py"), book.definitions(SCRIPT)
+    for name in names.split():
+        assert own[name] == theirs[name], name
+    assert inspect.getsource(chapter.Store.fields.func) == inspect.getsource(before.Store.fields.func)
+
+
+def test_a_sampler_that_begins_at_another_step_than_training_is_an_error(
+    folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    flags = [*SMALL, "--store", str(folder / "winds/v3"), "--output-dir", str(tmp_path)]
+    assert programs.run(SCRIPT, *flags, kill_at_step=3).code == -9
+    monkeypatch.setattr(chapter, "check_resumable", lambda checkpoint, args: 0)
+    with pytest.raises(RuntimeError, match="the sampler begins at step 0, and training at step 2"):
+        chapter.main([*flags, "--resume"])
 
 
 @pytest.mark.parametrize("flag", ["--patches-per-block", "--shuffle-blocks"])

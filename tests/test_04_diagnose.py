@@ -1,8 +1,10 @@
 """Chapter 4: diagnose.py is right where the bottleneck is known. No clock decides: durations are made up."""
 
 import ast
+import gc
 import itertools
 import json
+import multiprocessing
 import re
 import shutil
 import sys
@@ -15,6 +17,7 @@ import psutil
 import pytest
 import torch
 from runs import load
+from torch.utils.data import DataLoader, TensorDataset
 
 CHAPTER, SCRIPT = book.ROOT / "04_data_pipeline", "04_data_pipeline/diagnose.py"
 STORE = "--days 36 --resolution 5 --patch-size 16".split()
@@ -23,6 +26,14 @@ SMALL += "--shuffle-blocks 4 --patches-per-block 2 --steps 2".split()
 
 chapter = load(SCRIPT, "chapter_04_diagnose")
 plan_workers = chapter.plan_workers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collector() -> Iterator[None]:
+    """Let the garbage collector, which each diagnosis calls, skip all that was imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Clock:
@@ -71,16 +82,23 @@ class Loader:
             yield [torch.zeros(1)]
 
 
-def steps_of(clock: Clock, seconds: float, first: float = 0.0) -> Callable:
-    """A step that takes so long, the first one longer."""
-    more = iter([first])
-    return lambda batch: clock.work(seconds + next(more, 0.0))
+# The calls of the step, by default: 21 with a cached batch, 37 with the loader (without workers), 21 cached.
+CACHED, FIRST_WITH_LOADER = 5 + chapter.STEPS // 2, 5 + chapter.STEPS // 2
+WITH_LOADER = 5 + chapter.STEPS
+
+
+def steps_of(clock: Clock, seconds: float, more: dict[int, float] | None = None) -> Callable:
+    """A step that takes so long, and `more` in these calls, of which the first is call 0."""
+    calls = itertools.count()
+    return lambda batch: clock.work(seconds + (more or {}).get(next(calls), 0.0))
 
 
 # Of a run of 100 steps: workers, and seconds of a batch by one of them, of a step, and to start; the verdict.
 CASES = {
     "times add": (0, 0.030, 0.010, 0.0, "data-bound"),
-    "times add, and the step is slower": (0, 0.010, 0.030, 0.0, "compute-bound"),
+    "times add, and the step is slower": (0, 0.010, 0.030, 0.0, "data-bound"),
+    "times add, and the step is a little slower": (0, 0.045, 0.050, 0.0, "data-bound"),
+    "times add, and the step is much slower": (0, 0.004, 0.050, 0.0, "compute-bound"),
     "one worker, slower than the step": (1, 0.030, 0.010, 0.0, "data-bound"),
     "one worker, faster than the step": (1, 0.010, 0.030, 0.0, "compute-bound"),
     "two workers, slower, though most of the time is the step's": (2, 0.030, 0.010, 0.0, "data-bound"),
@@ -88,7 +106,8 @@ CASES = {
     "three workers, whose waves are no divisor of the steps": (3, 0.045, 0.010, 0.0, "data-bound"),
     "a slow start": (0, 0.001, 0.010, 5.0, "start-up-bound"),
     "a slow start of workers that keep up": (2, 0.010, 0.010, 5.0, "start-up-bound"),
-    "a start that is slow, and shorter than the rest": (2, 0.060, 0.010, 2.0, "data-bound"),
+    "a start that is slow, and shorter than the waiting": (2, 0.060, 0.010, 1.0, "data-bound"),
+    "a start that is slow, of a run that is much longer": (2, 0.010, 0.010, 0.05, "compute-bound"),
 }
 
 
@@ -102,20 +121,63 @@ def test_the_verdict_the_shares_and_the_speed_up_are_those_of_the_run(case: str,
     assert found.verdict == verdict
     assert found.shares == pytest.approx({name: each / sum(times.values()) for name, each in times.items()})
     assert found.speedup == pytest.approx((startup + 100 * pace) / (100 * step))
+    assert found.speedup_range == pytest.approx((found.speedup, found.speedup))  # nothing varies here
     assert (found.load, found.at_hand, found.startup) == pytest.approx((load, step, startup))
     assert found.notes == []
 
 
 def test_a_start_weighs_as_much_as_the_run_is_short(clock: Clock) -> None:
-    loader = Loader(clock, 0.001, start=5.0)
+    loader = Loader(clock, 0.0001, start=5.0)
     short, long = (chapter.diagnose(loader, steps_of(clock, 0.01), run_steps=n) for n in (100, 10_000))
     assert (short.verdict, long.verdict) == ("start-up-bound", "compute-bound")
-    assert (short.startup, short.waiting) == pytest.approx((5.0, 0.001)) == (long.startup, long.waiting)
+    assert (short.startup, short.waiting) == pytest.approx((5.0, 0.0001)) == (long.startup, long.waiting)
 
 
-def test_what_workers_put_by_during_a_slow_first_step_is_left_out(clock: Clock) -> None:
-    found = chapter.diagnose(Loader(clock, 0.04, 2), steps_of(clock, 0.005, first=9.0))
-    assert (found.waiting, found.compute) == pytest.approx((0.015, 0.005))
+def test_the_start_is_that_of_the_first_run(clock: Clock) -> None:
+    """The second time, files may be in memory and connections open."""
+    loader = Loader(clock, 0.01, start=5.0)
+    step = steps_of(clock, 0.01)
+    found = chapter.diagnose(loader, lambda batch: (step(batch), setattr(loader, "start", 0.0)))
+    assert found.startup == pytest.approx(5.0)
+
+
+def test_the_cached_batch_is_timed_before_and_after_the_run_with_the_loader(clock: Clock) -> None:
+    events = []
+
+    class Recorded(Loader):
+        def __iter__(self) -> Iterator[list]:
+            events.append("begin")
+            try:
+                yield from super().__iter__()
+            finally:
+                events.append("end")
+
+    step = steps_of(clock, 0.01)
+    chapter.diagnose(Recorded(clock, 0.01), lambda batch: (step(batch), events.append("step")))
+    order = [(event, len(list(same))) for event, same in itertools.groupby(events)]
+    cached, loader = ("step", CACHED), [("begin", 1), ("step", WITH_LOADER), ("end", 1)]
+    assert order == [("begin", 1), ("end", 1), cached, *loader, cached]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_no_worker_lives_while_the_cached_batch_is_timed(persistent: bool) -> None:
+    others, seen = set(multiprocessing.active_children()), []
+    loader = DataLoader(
+        TensorDataset(torch.zeros(50)),
+        num_workers=1,
+        persistent_workers=persistent,
+        multiprocessing_context="forkserver",
+    )
+    step = lambda batch: seen.append(len(set(multiprocessing.active_children()) - others))  # noqa: E731
+    chapter.diagnose(loader, step, steps=2)
+    assert [workers for workers, _ in itertools.groupby(seen)] == [0, 1, 0]
+
+
+def test_first_steps_and_what_workers_put_by_during_them_are_left_out(clock: Clock) -> None:
+    step = steps_of(clock, 0.005, {0: 9.0, FIRST_WITH_LOADER: 9.0})
+    found = chapter.diagnose(Loader(clock, 0.04, 2), step)
+    assert (found.waiting, found.compute, found.at_hand) == pytest.approx((0.015, 0.005, 0.005))
+    assert found.notes == []
 
 
 def test_a_loader_that_still_lives_on_its_stock_is_told(clock: Clock) -> None:
@@ -123,22 +185,59 @@ def test_a_loader_that_still_lives_on_its_stock_is_told(clock: Clock) -> None:
     hidden = Loader(clock, 0.04, 2, prefetch=30)
     loader = type("Hidden", (), {"__iter__": lambda self: iter(hidden)})()
     loader.num_workers = 2
-    found = chapter.diagnose(loader, steps_of(clock, 0.005, first=9.0))
+    found = chapter.diagnose(loader, steps_of(clock, 0.005, {FIRST_WITH_LOADER: 9.0}))
     assert len(found.notes) == 1 and "stock" in found.notes[0]
+
+
+# Calls of the step that are slow because of another program.
+SPELLS = {
+    "before": (CACHED - 11, CACHED),
+    "the loader's run begins": (CACHED - 5, CACHED + 5 + 8),
+    "in the middle": (CACHED + 5 + 10, CACHED + 5 + 22),
+    "the loader's run ends": (CACHED + WITH_LOADER - 8, CACHED + WITH_LOADER + 15),
+    "after": (CACHED + WITH_LOADER + 7, CACHED + WITH_LOADER + 17),
+}
+
+
+@pytest.mark.parametrize("spell", SPELLS)
+def test_the_range_has_the_true_speed_up_though_the_machine_was_slow_for_a_while(
+    spell: str, clock: Clock
+) -> None:
+    step = steps_of(clock, 0.1, dict.fromkeys(range(*SPELLS[spell]), 0.06))
+    found = chapter.diagnose(Loader(clock, 0.014), step)
+    low, high = found.speedup_range
+    assert low <= found.speedup <= high
+    assert low - 1e-9 <= 1.14 <= high + 1e-9
+    assert any("repeat the diagnosis" in note for note in found.notes)
+
+
+def test_a_range_on_both_sides_of_what_is_worthwhile_is_told(clock: Clock) -> None:
+    """It is 1.09 where nothing disturbs it; the verdict is that of the mean."""
+    step = steps_of(clock, 0.1, dict.fromkeys(range(*SPELLS["in the middle"]), 0.02))
+    found = chapter.diagnose(Loader(clock, 0.009), step)
+    assert found.speedup_range == pytest.approx((1.09, 1.25), abs=0.05)
+    assert found.verdict == "data-bound" and found.speedup > 1.1
+    assert len(found.notes) == 1 and "not certain" in found.notes[0]
 
 
 def test_of_blocks_whole_ones_are_counted(clock: Clock) -> None:
     """Every tenth batch waits for new blocks, after ten that come slowly and ten from stock."""
+    taken = []
 
     class Blocks:
         def __iter__(self) -> Iterator[int]:
+            taken.append(0)
             for number in itertools.count():
                 clock.work(1.0 if number < 10 or (number % 10 == 0 and number >= 20) else 0.0)
+                taken[-1] += 1
                 yield number
 
-    found = chapter.diagnose(Blocks(), steps_of(clock, 0.05), steps=12, period=10)
-    assert found.verdict == "data-bound"
-    assert (found.waiting, found.load) == pytest.approx((0.1, 0.1))
+    for steps in (2, 12):  # two whole ones at least
+        found = chapter.diagnose(Blocks(), steps_of(clock, 0.05), steps=steps, period=10)
+        assert found.verdict == "data-bound"
+        assert (found.waiting, found.load) == pytest.approx((0.1, 0.1))
+        assert found.speedup_range == pytest.approx((found.speedup, found.speedup))
+        assert taken[-2:] == [40, 40]
 
 
 def test_the_device_is_waited_for_before_the_clock_is_read(
@@ -155,44 +254,136 @@ def test_the_device_is_waited_for_before_the_clock_is_read(
                 torch.accelerator.synchronize()
                 yield batch
 
-    found = chapter.diagnose(Busy(clock, 0.01), lambda batch: queue.append(0.03))
+    found = chapter.diagnose(Busy(clock, 0.001), lambda batch: queue.append(0.03))
     assert found.verdict == "compute-bound"
-    assert (found.compute, found.at_hand, found.waiting) == pytest.approx((0.03, 0.03, 0.01))
+    assert (found.compute, found.at_hand, found.waiting) == pytest.approx((0.03, 0.03, 0.001))
 
 
-def test_a_step_that_the_loader_slows_down_is_told_apart(clock: Clock) -> None:
-    """Its threads take the cores: that costs time without a wait, and a batch at hand does not."""
+class Cycle:
+    """An iterator that refers to itself, as one whose thread calls its methods."""
+
+    def __init__(self, batches: Iterator):
+        self.batches, self.itself = batches, self
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> object:
+        return next(self.batches)
+
+
+@pytest.mark.parametrize("kind", [iter, Cycle])
+def test_a_step_that_the_loader_slows_down_is_told_apart(
+    kind: Callable, clock: Clock, capsys: pytest.CaptureFixture
+) -> None:
+    """Its threads take the cores: that costs time without a wait, and a cached batch does not."""
     reading = []
 
     class Greedy(Loader):
         def __iter__(self) -> Iterator[list]:
+            return kind(self.read())
+
+        def read(self) -> Iterator[list]:
             reading.append(True)
             try:
                 yield from super().__iter__()
             finally:
                 reading.clear()
 
-    loader = Greedy(clock, 0.001)
+    loader = Greedy(clock, 0.001, start=1.0)  # costs more than the waiting, and less than the slower steps
     step = lambda batch: clock.work(0.04 if reading else 0.01)  # noqa: E731
     found = chapter.diagnose(loader, step, run_steps=100)
-    assert found.verdict == "compute-bound" and found.speedup == pytest.approx(4.1)
-    assert len(found.notes) == 1 and "40.0 ms" in found.notes[0]
+    assert found.verdict == "data-bound" and found.speedup == pytest.approx(5.1)
+    assert found.notes == [] and chapter.report(found) is None
+    assert "data-bound: the loader takes cores from the step, which takes 40.0 ms" in capsys.readouterr().out
+
+
+def test_a_step_that_waits_and_is_slowed_down_is_told_both(
+    clock: Clock, capsys: pytest.CaptureFixture
+) -> None:
+    more = dict.fromkeys(range(CACHED, CACHED + WITH_LOADER), 0.01)
+    found = chapter.diagnose(Loader(clock, 0.03), steps_of(clock, 0.03, more))
+    assert len(found.notes) == 1 and "also takes cores" in found.notes[0]
+    chapter.report(found)
+    assert "data-bound: a step waits 30.0 ms" in capsys.readouterr().out
 
 
 def test_a_noisy_machine_makes_no_step_slower_by_taking_the_loader_away(clock: Clock) -> None:
-    steps = itertools.chain([0.01] * (5 + chapter.STEPS), itertools.repeat(0.02))
-    found = chapter.diagnose(Loader(clock, 0.0), lambda batch: clock.work(next(steps)))
-    assert (found.at_hand, found.speedup) == pytest.approx((0.01, 1.0))
+    quick = dict.fromkeys(range(CACHED, CACHED + WITH_LOADER), -0.01)
+    found = chapter.diagnose(Loader(clock, 0.0), steps_of(clock, 0.02, quick))
+    assert (found.at_hand, found.speedup, *found.speedup_range) == pytest.approx((0.01, 1.0, 1.0, 1.0))
+    assert len(found.notes) == 1 and "other programs" in found.notes[0]
+
+
+# ------------------------------------------------------------------------------- how many batches, how long
+
+
+class Unsized:
+    """A loader without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1] * 20)
 
 
 @pytest.mark.parametrize(
     ("batches", "reason"),
-    [([1] * 20, "20 batches"), (iter([1] * 60), "once")],
+    [(Unsized(), "has 20 batches, and a run needs 37"), (iter([1] * 60), "once")],
     ids=["too short", "given once"],
 )
 def test_a_loader_without_enough_batches_is_refused(batches: object, reason: str, clock: Clock) -> None:
     with pytest.raises(ValueError, match=reason):
         chapter.diagnose(batches, steps_of(clock, 1))
+
+
+@pytest.mark.parametrize(
+    ("workers", "batches", "reason"),
+    [
+        (
+            0,
+            20,
+            r"has 20 batches, .* needs 37, 5 of them to warm up: give a loader with more, or .*\(steps=15\)$",
+        ),
+        (0, 6, r"has 6 batches, .* needs 37, 5 of them to warm up: give a loader with more$"),
+        (4, 40, r"has 40 batches, .* needs 48, .*\(steps=24\), or use fewer workers$"),
+        (
+            8,
+            40,
+            r"has 40 batches, .* needs 64, 32 of them to warm up: give a loader with more, or use fewer workers$",
+        ),
+    ],
+)
+def test_too_few_batches_are_refused_before_the_first_is_taken(
+    workers: int, batches: int, reason: str, clock: Clock
+) -> None:
+    class Sized(Loader):
+        def __len__(self) -> int:
+            return batches
+
+    class Untouched(Sized):
+        def __iter__(self) -> Iterator[list]:
+            pytest.fail("the loader was iterated")
+
+    with pytest.raises(ValueError, match=reason):
+        chapter.diagnose(Untouched(clock, 0.01, workers), steps_of(clock, 0.01))
+    if proposed := re.search(r"steps=(\d+)", reason.replace("\\", "")):  # that number is not too many
+        chapter.diagnose(Sized(clock, 0.01, workers), steps_of(clock, 0.01), steps=int(proposed[1]))
+
+
+def test_it_says_how_many_batches_it_takes_and_how_long(clock: Clock, capsys: pytest.CaptureFixture) -> None:
+    told = []
+
+    class Listening(Loader):
+        def __iter__(self) -> Iterator[list]:
+            told.append(capsys.readouterr().err)
+            return super().__iter__()
+
+    began, step = [], steps_of(clock, 5.0)
+    loader = Listening(clock, 4.5, start=10.0)
+    chapter.diagnose(loader, lambda batch: (began.append(clock.now), step(batch)))
+    runs = "37 batches without a step, 21 steps with a cached batch, 37 batches with the step, 21 steps"
+    assert runs in told[0]
+    left = clock.now - (began[CACHED - 1] + 5.0)
+    assert f"about {left:.0f} s more" in told[1]
 
 
 # ---------------------------------------------------------------------------------------------- workers
@@ -239,6 +430,30 @@ def test_the_promised_pace_is_that_of_so_many_workers(
         assert 1e3 * (found.waiting + found.compute) == pytest.approx(told)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_report_has_the_sum_for_workers_if_the_training_waits(
+    ranks: int, clock: Clock, capsys: pytest.CaptureFixture
+) -> None:
+    found = chapter.diagnose(Loader(clock, 0.045), steps_of(clock, 0.050))
+    workers = chapter.report(found, ranks)
+    told = capsys.readouterr().out
+    assert "data-bound: a step waits 45.0 ms for its batch" in told
+    assert "could give: 1.90 times (1.90 to 1.90 " in told
+    assert re.search(r"t_load / t_step +45.0 ms / 50.0 ms = needs 1$", told, re.MULTILINE)
+    assert f"cores / {ranks} rank{'s' * (ranks > 1)} = at most" in told
+    assert re.search(rf"^  {workers}, by ", told, re.MULTILINE)
+
+
+def test_a_report_needs_no_workers_if_the_training_hardly_waits(
+    clock: Clock, capsys: pytest.CaptureFixture
+) -> None:
+    found = chapter.diagnose(Loader(clock, 0.001), steps_of(clock, 0.050))
+    assert chapter.report(found) is None
+    told = capsys.readouterr().out
+    assert "compute-bound: a step takes 50.0 ms with a cached batch, and 51.0 ms with the loader" in told
+    assert "no more workers are needed" in told and "t_load" not in told
+
+
 # ------------------------------------------------------------------------------ as a reader runs it
 
 
@@ -261,7 +476,10 @@ def test_the_readers_command(more: str, store: list[str]) -> None:
     assert re.search(r"^(data|compute|start-up)-bound: ", done.out, re.MULTILINE), done.out
     shares = [float(share) for share in re.findall(r"^  [a-z-]+ +([\d.]+)%", done.out, re.MULTILINE)]
     assert len(shares) == 3 and sum(shares) == pytest.approx(100, abs=0.2)
-    assert float(re.search(r"could give: ([\d.]+) times\n", done.out)[1]) >= 1
+    speedups = re.search(r"could give: ([\d.]+) times \(([\d.]+) to ([\d.]+) ", done.out).groups()
+    speedup, low, high = map(float, speedups)
+    assert 1 <= low <= speedup <= high
+    assert re.search(r"^four runs: .*\nabout \d+ s more$", done.err, re.MULTILINE), done.err
     assert ("naive loader" in done.out) == ("naive" in more)
     assert re.search(r"t_load / t_step .* = needs \d+\n|no more workers are needed", done.out)
 
@@ -277,6 +495,7 @@ def test_results_have_a_row_for_each_loader(store: list[str], tmp_path: Path) ->
         "verdict",
         "shares",
         "speedup",
+        "speedup_range",
         "waiting",
         "compute",
         "at_hand",
@@ -319,10 +538,10 @@ def test_bad_input_is_named(flags: str, named: str, store: list[str]) -> None:
     assert done.code == 2 and named in done.err.splitlines()[-1] and "Traceback" not in done.err
 
 
-def test_a_copy_of_the_file_needs_torch_and_tqdm_only() -> None:
+def test_a_copy_of_the_file_needs_torch_tqdm_and_psutil_only() -> None:
     names = {
         (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
         for node in ast.parse((CHAPTER / "diagnose.py").read_text()).body
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    assert names - sys.stdlib_module_names == {"torch", "tqdm"}
+    assert names - sys.stdlib_module_names == {"torch", "tqdm", "psutil"}
