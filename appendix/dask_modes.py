@@ -2,7 +2,7 @@
 
     uv run python dask_modes.py                         # two ranks, each mode in turn: half a minute
     uv run python dask_modes.py --repeats 5             # and again, for medians
-    uv run python dask_modes.py --memory                # a task that outgrows its worker's memory_limit
+    uv run python dask_modes.py --memory                # a task that outgrows its worker's memory_limit: minutes
     uv run python dask_modes.py --settings 8 20 160     # the lines for 8 GPUs, 20 cores and 160 GB
     uv run python dask_modes.py --dashboard 60          # a cluster at work for so many seconds, to look at
 
@@ -55,6 +55,7 @@ MODES = {  # what it says in the table
     "shared": "a cluster that they share",
 }
 LIMIT_MB, TASK_MB = 400, 600  # of the worker, and what the task takes
+LIMITED = {"memory_limit": f"{LIMIT_MB}MB", "n_workers": 1, "threads_per_worker": 1}
 QUIET = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}  # any free port; None would take 8787
 
 
@@ -240,30 +241,50 @@ def hold(megabytes: int, seconds: float) -> int:
     return array.nbytes
 
 
-def outgrow() -> list[dict]:
-    """What becomes of TASK_MB where LIMIT_MB are allowed: in a task, and in the process that holds the worker."""
+def outgrow_threads() -> str:
+    """What becomes of a task of TASK_MB in the mode `threads`."""
     taken = dask.delayed(hold)(TASK_MB, 1).compute(scheduler="threads")
-    found = {"threads": f"done, {taken / 1e6:.0f} MB: there is no limit"}
-    limit = {"memory_limit": f"{LIMIT_MB}MB", "n_workers": 1, "threads_per_worker": 1}
+    return f"done, {taken / 1e6:.0f} MB: there is no limit"
+
+
+def outgrow_inside() -> str:
+    """What a worker in this process does when the process holds TASK_MB that are not Dask's."""
     own = np.ones(TASK_MB * 125_000)
-    with LocalCluster(processes=False, **limit, **QUIET) as cluster, Client(cluster) as client:
-        (worker,), deadline = cluster.workers.values(), time.monotonic() + 60
+    with LocalCluster(processes=False, **LIMITED, **QUIET) as cluster, Client(cluster) as client:
+        (worker,) = cluster.workers.values()
+        deadline = time.monotonic() + 60
         while worker.status.name != "paused" and time.monotonic() < deadline:
             time.sleep(0.1)
         future = client.submit(nothing, 1)
         try:
-            found["inside"] = f"done: {future.result(timeout=2)}"
+            outcome = f"done: {future.result(timeout=2)}"
         except TimeoutError:
             whose = f"{own.nbytes / 1e6:.0f} MB that are not Dask's"
-            found["inside"] = f"worker {worker.status.name} by {whose}: no task begins"
+            outcome = f"worker {worker.status.name} by {whose}: no task begins"
         future.cancel()
-    with LocalCluster(**limit, **QUIET) as cluster, Client(cluster) as client:
+    return outcome
+
+
+def outgrow_private() -> str:
+    """What becomes of a task of TASK_MB in a worker process."""
+    with LocalCluster(**LIMITED, **QUIET) as cluster, Client(cluster) as client:
         try:
-            found["private"] = f"done: {client.submit(hold, TASK_MB, 60).result()}"
+            return f"done: {client.submit(hold, TASK_MB, 60).result()}"
         except KilledWorker:
             tries = dask.config.get("distributed.scheduler.allowed-failures") + 1
-            found["private"] = f"KilledWorker: {tries} workers, one after another, ended for it"
-    return [{"mode": mode, "outcome": outcome} for mode, outcome in found.items()]
+            return f"KilledWorker: {tries} workers, one after another, ended for it"
+
+
+OUTGROW = {"threads": outgrow_threads, "inside": outgrow_inside, "private": outgrow_private}
+
+
+def outgrow() -> list[dict]:
+    """What becomes of TASK_MB where LIMIT_MB are allowed, in each of OUTGROW's modes."""
+    rows = []
+    for number, (mode, study) in enumerate(OUTGROW.items(), 1):
+        print(f"{number} of {len(OUTGROW)}: {MODES[mode]}: {TASK_MB} MB, limit {LIMIT_MB} MB ...", flush=True)
+        rows.append({"mode": mode, "outcome": study()})
+    return rows
 
 
 def show_dashboard(seconds: float) -> None:
@@ -309,7 +330,7 @@ def limit(gigabytes: float) -> str:
 
 
 def lines(found: dict[str, float]) -> dict[str, list[str]]:
-    """The same as lines to copy, for each way to work."""
+    """The same as lines to copy, for each way to work. The counts of threads are for data on a disk."""
     f = {name: limit(value) if name.endswith("_gb") else value for name, value in found.items()}
     zarrs = 'zarr.config.set({{"threading.max_workers": {}}})'.format
     cluster = 'LocalCluster(n_workers={}, threads_per_worker={}, memory_limit="{}"'.format
@@ -318,7 +339,7 @@ def lines(found: dict[str, float]) -> dict[str, list[str]]:
     alone = cluster(f["alone"], f["alone_threads"], f["alone_limit_gb"]) + ")"
     environment = f"ZARR_THREADING__MAX_WORKERS={f['threads']}"
     return {
-        "in every shell": ["OMP_NUM_THREADS=1"],
+        "GPUs train": ["OMP_NUM_THREADS=1"],
         "no Dask": [
             f"ZARR_THREADING__MAX_WORKERS={f['zarr_threads']}",
             f"DataLoader(..., num_workers={f['num_workers']})",
@@ -374,7 +395,7 @@ def main(argv: list[str] | None = None) -> list[dict] | dict:
     add("--repeats", type=int, default=1, help="rounds, all modes in turn (default: 1)")
     add("--tasks", type=int, default=100, help="whose overhead is timed (default: 100)")
     add("--seconds", type=float, default=0.3, help="of each reading (default: 0.3)")
-    add("--memory", action="store_true", help="a task that outgrows its worker instead")
+    add("--memory", action="store_true", help="a task that outgrows its worker instead; takes minutes")
     add(
         "--settings",
         type=int,

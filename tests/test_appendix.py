@@ -1,10 +1,12 @@
 """The appendix as a whole: the index has every page, every script runs as the reader types it, and so does the notebook."""
 
+import ast
 import re
 import subprocess
 import sys
 
 import book
+import nbformat
 import pytest
 
 FOLDER = book.ROOT / "appendix"
@@ -37,3 +39,28 @@ def test_the_notebook_runs() -> None:
     notebook = book.execute("appendix/notebook.ipynb")
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == PICTURES
+
+
+def drawing_code() -> dict[str, str]:
+    """The source of each cell of every notebook, and of each function of every script."""
+    found = {}
+    for path in book.files("*.ipynb"):
+        for number, cell in enumerate(nbformat.read(path, as_version=4).cells):
+            if cell.cell_type == "code":
+                found[f"{path.parent.name}/{path.name}, cell {number}"] = cell.source
+    for path in book.files("*.py"):
+        if path.parent != book.ROOT / "tests":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    found[f"{path.parent.name}/{path.name}, {node.name}"] = ast.unparse(node)
+    return found
+
+
+def test_no_bar_stands_on_a_logarithmic_axis() -> None:
+    # A bar's length says nothing there, because the axis has no zero: dots with their ranges do.
+    logarithmic = re.compile(r"""scale(=|\()["']log|log=True""")
+    sources = drawing_code()
+    assert any(logarithmic.search(source) for source in sources.values())
+    bars = [name for name, source in sources.items() if re.search(r"\.barh?\(", source)]
+    assert bars
+    assert [name for name in bars if logarithmic.search(sources[name])] == []

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from multiprocessing import forkserver
 from pathlib import Path
@@ -192,6 +193,24 @@ def test_all_modes():
     shared = next(row for row in rows if row["mode"] == "shared")["threads"]
     assert shared["tasks"] == dask_modes.RANKS * dask_modes.THREADS
     assert shared["processes"] >= 2 + dask_modes.RANKS  # ranks, workers and the scheduler's
+
+
+def test_memory_says_what_it_does_before_it_does_it(monkeypatch: pytest.MonkeyPatch, capsys):
+    """The cases take minutes: each one's line is printed when it begins."""
+    printed = {}
+
+    def study(mode: str) -> str:
+        printed[mode] = capsys.readouterr().out
+        return "an outcome"
+
+    studies = {mode: partial(study, mode) for mode in dask_modes.OUTGROW}
+    monkeypatch.setattr(dask_modes, "OUTGROW", studies)
+    rows = dask_modes.main(["--memory"])
+    assert [row["mode"] for row in rows] == ["threads", "inside", "private"]
+    for mode, lines in printed.items():
+        assert lines.count("\n") == 1
+        assert dask_modes.MODES[mode] in lines
+    assert capsys.readouterr().out.count("an outcome") == 3
 
 
 @pytest.mark.thorough

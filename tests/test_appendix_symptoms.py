@@ -4,11 +4,18 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import book
+import lightning
 import pytest
+import torch
 from runs import load
+from torch import nn
+from torch.utils.data import DataLoader
 
+STEPS = 6
 SCRIPT, PAGE = "appendix/symptoms.py", book.ROOT / "appendix" / "troubleshooting.md"
 
 appendix = load(SCRIPT, "appendix_symptoms")
@@ -75,6 +82,72 @@ def test_symptoms_of_workers_and_their_cures() -> None:
         assert row["symptom"].startswith(wrong)
         assert row["cured"] == right
         assert is_as_quoted(row)
+
+
+def test_a_lost_chunk_is_found_and_not_called_cured(capsys: pytest.CaptureFixture[str]) -> None:
+    appendix.main(["5", "13"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:3] + lines[4:6]] == [
+        "wrong",
+        "found",
+        "wrong",
+        "cured",
+    ]
+
+
+class WholeRun:
+    """The step of each batch from `first` on; its length is the whole run's, as StepSampler's in chapter 1."""
+
+    def __init__(self, first: int):
+        self.first = first
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([step] for step in range(self.first, STEPS))
+
+    def __len__(self) -> int:
+        return STEPS
+
+
+class FirstStepFromTheTrainer(lightning.LightningModule):
+    """Its loader begins at the trainer's step; `configure_optimizers` may read estimated_stepping_batches."""
+
+    def __init__(self, reads: bool, checkpoint: Path):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.reads = reads
+        self.checkpoint = checkpoint
+        self.seen = []
+
+    def train_dataloader(self) -> DataLoader:
+        samples = torch.arange(float(STEPS))[:, None]
+        return DataLoader(samples, batch_sampler=WholeRun(self.trainer.global_step))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen.append((self.trainer.global_step, int(batch)))
+        return self.layer(batch).square().mean()
+
+    def on_train_batch_end(self, *_: object) -> None:
+        if self.trainer.global_step == STEPS // 2 and not self.checkpoint.exists():
+            self.trainer.save_checkpoint(self.checkpoint)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.reads:
+            assert self.trainer.estimated_stepping_batches == STEPS
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reads", [False, True])
+def test_estimated_stepping_batches_makes_a_resumed_run_repeat_samples(reads: bool, tmp_path: Path) -> None:
+    """Why row 12 warns of it. Once Lightning has mended this, the test fails and the page can say so."""
+    checkpoint = tmp_path / "middle.ckpt"
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    options = {"accelerator": "cpu", "max_epochs": 1, "max_steps": STEPS} | dict.fromkeys(quiet, False)
+    lightning.Trainer(**options).fit(FirstStepFromTheTrainer(reads, checkpoint))
+    resumed = FirstStepFromTheTrainer(reads, checkpoint)
+    lightning.Trainer(**options).fit(resumed, ckpt_path=checkpoint)
+    assert [step for step, _ in resumed.seen] == [3, 4, 5]
+    assert [sample for _, sample in resumed.seen] == ([0, 1, 2] if reads else [3, 4, 5])
 
 
 def test_every_symptom_of_the_script_is_tested() -> None:

@@ -27,11 +27,11 @@ CHAPTERS = [
 ]
 # From one chapter's train.py to the next. Chapter 3 takes all of the data out of memory, which is a third of the
 # script; chapter 4 adds a loader.
-MAX_CHANGED_LINES = {"03_cloud_data": 400, "04_data_pipeline": 250}
+MAX_CHANGED_LINES = {"03_cloud_data": 430, "04_data_pipeline": 280}
 MAX_CHANGED_LINES_ELSEWHERE = 150
 
-MAX_CODE_LINES = {"01_setup": 355, "02_multi_gpu": 410, "03_cloud_data": 600}  # of a train*.py
-MAX_CODE_LINES_ELSEWHERE = 720
+MAX_CODE_LINES = {"01_setup": 405, "02_multi_gpu": 460, "03_cloud_data": 665}  # of a train*.py
+MAX_CODE_LINES_ELSEWHERE = 805
 MAX_PAGE_LINES, MAX_PAGE_WORDS = 600, 6_000  # of a walkthrough, without what renders to nothing
 MAX_ENTRY_LINES = 150  # of a page of the appendix
 
