@@ -1,0 +1,145 @@
+"""Read whole blocks ahead of the step, cut several samples from each, mix many blocks.
+
+A block is whatever one read should bring: a chunk, a file, a shard. This file knows
+nothing else of your data. You say how a block is read and how a batch is made:
+
+    order = BlockOrder(blocks=288, batch_size=8, slots=32, patches_per_block=8, seed=0)
+    batches = [[(step, k) for k in range(8)] for step in range(200)]
+    loader = BlockLoader(order, batches, read_block, make_batch)
+    DataLoader(loader, batch_size=None, num_workers=...)
+
+The order is a function, not a state: `order.address(step, k)` says which block sample k
+of a step is cut from. Nothing has to be saved to resume.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+ORDER_STREAM = 1  # of random numbers: the order of the blocks
+PATCH_STREAM = 2  # what is cut from a block
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, blocks: int) -> np.ndarray:
+    """The order in which an epoch reads the blocks, (blocks,): each of them once."""
+    return np.random.default_rng((ORDER_STREAM, seed, epoch)).permutation(blocks)
+
+
+@dataclass(frozen=True)
+class BlockOrder:
+    """Which block each sample is from: `slots` blocks are in use at any time.
+
+    A slot gives the samples of its block one after another, `patches_per_block` of them,
+    and then takes the next block of the epoch. `slots` is a multiple of `batch_size`:
+    a step takes one sample from each of `batch_size` slots, and the steps go round.
+    """
+
+    blocks: int
+    batch_size: int
+    slots: int
+    patches_per_block: int
+    seed: int
+
+    def __post_init__(self):
+        if self.slots % self.batch_size:
+            raise ValueError(f"{self.slots} slots: not a multiple of {self.batch_size}")
+
+    @property
+    def rounds(self) -> int:
+        """After so many steps it is the first slots' turn again."""
+        return self.slots // self.batch_size
+
+    def address(self, step: int, k: int) -> tuple[int, int]:
+        """The read that sample k of a step is from, and which of its samples it is."""
+        slot = step % self.rounds * self.batch_size + k
+        reads_before, patch = divmod(step // self.rounds, self.patches_per_block)
+        return reads_before * self.slots + slot, patch
+
+    def block(self, read: int) -> int:
+        """The block of a read: each epoch has every block once."""
+        epoch, position = divmod(read, self.blocks)
+        return int(epoch_order(self.seed, epoch, self.blocks)[position])
+
+    def rng(self, read: int) -> np.random.Generator:
+        """The random numbers of a read, for what is cut from its block."""
+        return np.random.default_rng((PATCH_STREAM, self.seed, read))
+
+
+class BlockLoader(IterableDataset):
+    """Batches of samples cut from blocks, which threads read ahead of the step.
+
+    `batches` has a list of (step, k) for each batch. `read_block(block, rng)` returns a
+    list of `patches_per_block` samples; it runs in a thread. `make_batch(samples)` makes
+    a batch of them; it runs in the thread that iterates.
+    """
+
+    def __init__(
+        self,
+        order: BlockOrder,
+        batches: Iterable[list[tuple[int, int]]],
+        read_block: Callable[[int, np.random.Generator], list],
+        make_batch: Callable[[list], Any],
+        blocks_ahead: int = 16,
+        threads: int = 24,
+    ):
+        self.order = order
+        self.batches = batches
+        self.read_block = read_block
+        self.make_batch = make_batch
+        self.threads = threads
+        # So many batches are planned ahead, and the reads of their blocks are started.
+        ahead = blocks_ahead * order.patches_per_block / order.batch_size
+        self.depth = max(1, round(ahead))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        """This process's batches: all of them, or every n-th in one of n workers."""
+        batches = iter(self.batches)
+        if worker := get_worker_info():
+            batches = islice(batches, worker.id, None, worker.num_workers)
+        pool = ThreadPoolExecutor(self.threads)
+        current: dict[int, tuple[int, Future]] = {}  # of each slot: its read, its block
+        pending: deque[list[tuple[Future, int]]] = deque()
+        try:
+            for addresses in batches:
+                pending.append(self.plan(addresses, current, pool))
+                if len(pending) > self.depth:
+                    yield self.finish(pending.popleft())
+            while pending:
+                yield self.finish(pending.popleft())
+        except (
+            GeneratorExit
+        ):  # wait for reads that run: their server may be about to end
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def plan(
+        self, addresses: list[tuple[int, int]], current: dict, pool: ThreadPoolExecutor
+    ) -> list[tuple[Future, int]]:
+        """For each sample its block, whose read is started now unless it was before."""
+        planned = []
+        for step, k in addresses:
+            read, patch = self.order.address(step, k)
+            slot = read % self.order.slots
+            if slot not in current or current[slot][0] != read:
+                block = self.order.block(read)
+                future = pool.submit(self.read_block, block, self.order.rng(read))
+                current[slot] = read, future
+            planned.append((current[slot][1], patch))
+        return planned
+
+    def finish(self, planned: list[tuple[Future, int]]) -> Any:
+        """The batch, once its blocks are read. A block goes with its last sample."""
+        return self.make_batch([future.result()[patch] for future, patch in planned])

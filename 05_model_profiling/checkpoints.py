@@ -1,0 +1,80 @@
+"""Checkpoints after whole steps, and whether a run may go on from one."""
+
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+# What a run and the one that resumes it have in common. A checkpoint keeps what the model
+# was made with and what the data were made with apart.
+MODEL_KEYS = ("learning_rate", "max_steps", "seed")
+DATA_KEYS = (
+    "variables",
+    "train_times",
+    "validation_times",
+    "test_times",
+    "patch_size",
+    "batch_size",
+    "accumulate_grad_batches",
+    "patches_per_block",
+    "shuffle_slots",
+)
+RESUME_KEYS = {"hyper_parameters": MODEL_KEYS, "datamodule_hyper_parameters": DATA_KEYS}
+PARTS = {"global_step", "optimizer_states", *RESUME_KEYS}
+
+
+class CheckpointError(Exception):
+    """Why a run cannot go on from a checkpoint, and what to do about it, in one line."""
+
+
+class StepCheckpoint(ModelCheckpoint):
+    """Saves after whole steps only, and checks that data and training begin together."""
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        super().on_train_start(trainer, module)
+        first = trainer.datamodule.first_step
+        step = trainer.global_step
+        if first != step:  # else samples would be repeated or lost, without an error
+            raise RuntimeError(
+                f"data begin at step {first}, and training at step {step}"
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
+    ) -> None:
+        # The first micro-batch after a resume would save half a step as a whole one.
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+
+def read_first_step(path: str | None, options: dict) -> int:
+    """The step at which a run of these options begins: the checkpoint's, or 0 without one.
+
+    CheckpointError if it cannot be read, or if it is of a run with other options.
+    """
+    if path is None:
+        return 0
+    if not Path(path).is_file():
+        raise CheckpointError("no such file; to start anew, give no --resume")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        missing = PARTS - saved.keys()
+    except Exception as error:  # torch raises many kinds, depending on the bytes
+        kind = type(error).__name__
+        raise CheckpointError(
+            f"cannot be read ({kind}); give a whole checkpoint"
+        ) from error
+    if missing:
+        listed = ", ".join(sorted(missing))
+        raise CheckpointError(f"has no {listed}; give one that this chapter wrote")
+    for part, names in RESUME_KEYS.items():
+        for name in names:
+            before = saved[part].get(name)
+            if options[name] != before:
+                flag = f"--{name.replace('_', '-')}"
+                remedy = f"give {flag} that, or no --resume"
+                raise CheckpointError(
+                    f"has {flag} {before}, not {options[name]}; {remedy}"
+                )
+    return saved["global_step"]

@@ -1,0 +1,198 @@
+"""Chapter 5: fill the wind between a satellite's swaths, from a project of small rooms.
+
+    uv run python train.py                # a small store, made and served on this machine
+    uv run python train.py --store s3://bucket/winds.zarr --num-workers 1   # beside a GPU
+
+You should see what chapter 4 shows. What was one script of 1,000 lines is assembled here
+from the files beside it, each about one subject. Read this file first, top to bottom.
+"""
+
+import gc
+import json
+import logging
+import os
+import sys
+import warnings
+from contextlib import nullcontext
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import DDPStrategy
+from torch import distributed
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import evaluation
+from block_loader import BlockOrder
+from checkpoints import CheckpointError, StepCheckpoint, read_first_step
+from climatology import load_climatology
+from data import Grid, PatchDataset
+from datamodule import WindDataModule
+from demo_store import serve_demo_store
+from errors import DataError, first_line
+from fields import Period, group_by_unit, split_times
+from model import FillGaps
+from options import Options, parse_options, refuse
+from store import FieldReader, Location, RequestCounter
+from wind_blocks import WindBlocks
+
+
+def make_data(options: Options, location: Location, first_step: int) -> WindDataModule:
+    """Patches to train on, to validate on and to test on; none is read yet."""
+    reader = FieldReader(location, options.variables)
+    fields = reader.open()
+    spans = {
+        "--train-times": options.train_times,
+        "--validation-times": options.validation_times,
+        "--test-times": options.test_times,
+    }
+    training, validation, test = split_times(fields.time, spans)
+    climatology = load_climatology(reader, training, options.train_times)
+    grid = Grid(fields.latitude.values, fields.longitude.values)
+    read, size = reader.read_at_once, options.patch_size
+
+    def make_dataset(period: Period, batch_size: int, seed: int) -> PatchDataset:
+        return PatchDataset(read, grid, period, climatology, size, batch_size, seed)
+
+    judged = evaluation.EVAL_SAMPLES, evaluation.EVAL_SEED
+    blocks = WindBlocks(
+        make_dataset(training, options.batch_size, options.seed),
+        FieldReader(location, options.variables),  # what others read is not counted
+        options.patches_per_block,
+    )
+    order = BlockOrder(
+        len(blocks),
+        options.batch_size,
+        options.shuffle_slots,
+        options.patches_per_block,
+        options.seed,
+    )
+    return WindDataModule(
+        asdict(options),
+        order,
+        blocks,
+        make_dataset(validation, *judged),
+        make_dataset(test, *judged),
+        first_step,
+        options.num_workers,
+        options.start_method,
+    )
+
+
+def make_trainer(options: Options, counter: RequestCounter, log: str) -> Trainer:
+    """Lightning's loop, as the flags have it."""
+    folder = options.output_dir
+    every = options.checkpoint_every
+    checkpoints = StepCheckpoint(
+        folder, "last", every_n_train_steps=every, enable_version_counter=False
+    )
+    progress = TQDMProgressBar(options.log_every)
+    timeout = timedelta(seconds=options.process_group_timeout)
+    several = options.devices * options.num_nodes > 1
+    return Trainer(
+        accelerator=options.accelerator,
+        devices=options.devices,
+        num_nodes=options.num_nodes,
+        strategy=DDPStrategy(timeout=timeout) if several else "auto",
+        max_epochs=1,  # the sampler's only epoch is the whole run
+        max_steps=options.max_steps,
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        val_check_interval=options.validate_every * options.accumulate_grad_batches,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=options.log_every,
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        profiler=SimpleProfiler(),
+        logger=CSVLogger(folder, "", log, flush_logs_every_n_steps=every),
+        callbacks=[checkpoints, counter, LearningRateMonitor(), progress],
+    )
+
+
+def train(options: Options, location: Location) -> dict:
+    """Train, judge and draw; return the headline metrics on rank 0."""
+    began = perf_counter()
+    first_step = read_first_step(options.resume, asdict(options))
+    data = make_data(options, location, first_step)
+    gc.freeze()  # else the collector stops all reads for 0.4 s, to look at imported modules
+    units = group_by_unit(data.blocks.reader.open(), options.variables)
+    std = data.test.std.flatten().tolist()
+    model = FillGaps(std, units, options.learning_rate, options.max_steps, options.seed)
+    counter = RequestCounter()
+    log = f"resumed_at_{first_step}" if options.resume else ""
+    trainer = make_trainer(options, counter, log)
+
+    trainer.fit(model, datamodule=data, ckpt_path=options.resume)
+    folder = Path(options.output_dir)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    tested = trainer.test(model, datamodule=data, verbose=False)[0]
+    if not trainer.is_global_zero:
+        return {}
+
+    durations = trainer.profiler.recorded_durations
+    accumulate = options.accumulate_grad_batches
+    metrics: dict = {"steps": options.max_steps}
+    metrics |= evaluation.throughput(durations, options.batch_size, accumulate)
+    metrics["peak_memory_gb"] = evaluation.peak_memory_gb()
+    if options.count_requests:
+        metrics |= counter.per_sample()
+    metrics["rmse"] = evaluation.baselines(data.test, units)
+    network = {unit: tested[f"test rmse ({unit})"] for unit in units}
+    metrics["rmse"]["U-Net"] = network
+    picture = folder / "fill.png"
+    evaluation.plot_example(data.test, units, model.model).savefig(picture)
+    metrics["seconds"] = perf_counter() - began
+    (folder / "summary.json").write_text(json.dumps(metrics, indent=2))
+    evaluation.print_summary(metrics, options.test_times, picture)
+    return metrics
+
+
+@record  # leaves the first error of all ranks where torchrun finds it
+def main(argv: list[str] | None = None) -> dict:
+    """Train on the store that is named, or on a small one; errors end with code 2."""
+    options = parse_options(__doc__.splitlines()[0], argv)
+    for package in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(package).setLevel(logging.WARNING)
+    warnings.filterwarnings(
+        "ignore", module="lightning|zarr"
+    )  # few workers, old folders
+    warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated")
+    location = Location(
+        options.store, options.endpoint, options.anonymous, options.retry_timeout
+    )
+    try:
+        with nullcontext(location) if options.store else serve_demo_store() as found:
+            return train(options, found)
+    except DataError as error:
+        print(file=sys.stderr)  # below the progress bar
+        reason = str(error).split("DataError: ")[-1].strip()  # a worker's has its stack
+        refuse(f"--store {options.store}: {reason}")
+    except CheckpointError as error:
+        refuse(f"--resume {options.resume}: {error}")
+    except RuntimeError as error:
+        if "gloo" not in str(error) and not isinstance(
+            error, distributed.DistBackendError
+        ):
+            raise
+        print(f"\n{first_line(error)}", file=sys.stderr)
+        reason = "its own last line, above or in that rank's log, says why"
+        refuse(f"another rank failed, or does not answer; {reason}")
+
+
+if __name__ == "__main__":
+    code = 0
+    try:
+        main()
+    except (
+        SystemExit
+    ) as end:  # the reason is the last line: no progress bar is drawn below
+        code = end.code or 0
+    sys.stdout.flush()
+    os._exit(
+        code
+    )  # threads of gloo may outlive its group, and abort a Python that ends
