@@ -60,7 +60,9 @@ class BlockOrder:
     def address(self, step: int, k: int) -> tuple[int, int]:
         """The read that sample k of a step is from, and which of its samples it is."""
         slot = step % self.rounds * self.batch_size + k
-        reads_before, patch = divmod(step // self.rounds, self.patches_per_block)
+        # Each slot begins at a sample of its own. Else all would change blocks at once.
+        given_before = step // self.rounds + slot % self.patches_per_block
+        reads_before, patch = divmod(given_before, self.patches_per_block)
         return reads_before * self.slots + slot, patch
 
     def block(self, read: int) -> int:

@@ -32,8 +32,8 @@ def select_variables(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
                 f"{key} ({', '.join(map(str, on_store[key]))})" for key in on_store
             ]
             choice = "; ".join(listed) or "no variable"
-            reason = f"{name} is not in it on {', '.join(DIMENSIONS)} alone"
-            raise DataError(f"--variables {name}: {reason}; it has {choice}")
+            reason = f"it is not in the store on {', '.join(DIMENSIONS)} alone"
+            raise DataError(f"--variables {name}: {reason}; there are {choice}")
         check_values(dataset[name])
     if not all(dataset.indexes[dim].is_unique for dim in DIMENSIONS):
         cause = "it was written twice, or a chunk of it is missing"

@@ -35,6 +35,7 @@ from data import Grid, PatchDataset
 from datamodule import WindDataModule
 from demo_store import serve_demo_store
 from errors import DataError, first_line
+from evaluation import EVAL_SAMPLES, EVAL_SEED
 from fields import Period, group_by_unit, split_times
 from model import FillGaps
 from options import Options, parse_options, refuse
@@ -54,12 +55,13 @@ def make_data(options: Options, location: Location, first_step: int) -> WindData
     training, validation, test = split_times(fields.time, spans)
     climatology = load_climatology(reader, training, options.train_times)
     grid = Grid(fields.latitude.values, fields.longitude.values)
-    read, size = reader.read_at_once, options.patch_size
+    size = options.patch_size
 
     def make_dataset(period: Period, batch_size: int, seed: int) -> PatchDataset:
-        return PatchDataset(read, grid, period, climatology, size, batch_size, seed)
+        return PatchDataset(
+            reader.read_at_once, grid, period, climatology, size, batch_size, seed
+        )
 
-    judged = evaluation.EVAL_SAMPLES, evaluation.EVAL_SEED
     blocks = WindBlocks(
         make_dataset(training, options.batch_size, options.seed),
         FieldReader(location, options.variables),  # what others read is not counted
@@ -76,8 +78,8 @@ def make_data(options: Options, location: Location, first_step: int) -> WindData
         asdict(options),
         order,
         blocks,
-        make_dataset(validation, *judged),
-        make_dataset(test, *judged),
+        make_dataset(validation, EVAL_SAMPLES, EVAL_SEED),
+        make_dataset(test, EVAL_SAMPLES, EVAL_SEED),
         first_step,
         options.num_workers,
         options.start_method,
@@ -141,9 +143,9 @@ def train(options: Options, location: Location) -> dict:
     metrics["peak_memory_gb"] = evaluation.peak_memory_gb()
     if options.count_requests:
         metrics |= counter.per_sample()
-    metrics["rmse"] = evaluation.baselines(data.test, units)
-    network = {unit: tested[f"test rmse ({unit})"] for unit in units}
-    metrics["rmse"]["U-Net"] = network
+    rmse = evaluation.baselines(data.test, units)
+    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
+    metrics["rmse"] = rmse
     picture = folder / "fill.png"
     evaluation.plot_example(data.test, units, model.model).savefig(picture)
     metrics["seconds"] = perf_counter() - began
@@ -171,7 +173,7 @@ def main(argv: list[str] | None = None) -> dict:
     except DataError as error:
         print(file=sys.stderr)  # below the progress bar
         reason = str(error).split("DataError: ")[-1].strip()  # a worker's has its stack
-        refuse(f"--store {options.store}: {reason}")
+        refuse(reason if reason[:2] == "--" else f"--store {options.store}: {reason}")
     except CheckpointError as error:
         refuse(f"--resume {options.resume}: {error}")
     except RuntimeError as error:

@@ -5,6 +5,8 @@ import it. Relative paths are taken from the root, wherever the caller stands.
 
     uv run python tests/book.py notebooks [PATH ...]    # execute notebooks and save them in place
     uv run python tests/book.py readme                  # fill the cog blocks of every page
+    uv run python tests/book.py carry                   # copy what chapters share forward, see CARRIED
+    uv run python tests/book.py density [PATH ...]      # how densely scripts are written
 """
 
 import argparse
@@ -21,17 +23,32 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote
 
+import density
 import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+CHAPTERS = [
+    "01_setup",
+    "02_multi_gpu",
+    "03_cloud_data",
+    "04_data_pipeline",
+    "05_model_profiling",
+    "06_whats_next",
+]
+# The files of a chapter whose bytes are the previous chapter's. Edit the first of them, and `carry` copies it on.
+CARRIED: dict[str, list[str]] = {}
 KERNELSPEC = {
     "display_name": "Training at Larger Scale",
     "language": "python",
@@ -60,6 +77,81 @@ def clone(folder: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
     return folder
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    """Whether both files exist and are equal."""
+    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
+
+
+# -------------------------------------------------------------------------------- chapters and rooms
+
+
+def carried() -> list[tuple[Path, Path]]:
+    """Each file that CARRIED declares: the previous chapter's, then its copy, in the order of the chapters."""
+    pairs = []
+    for before, chapter in pairwise(CHAPTERS):
+        pairs += [(ROOT / before / name, ROOT / chapter / name) for name in CARRIED.get(chapter, [])]
+    return pairs
+
+
+def outdated_copies() -> list[Path]:
+    """The declared copies that are not equal to the previous chapter's file."""
+    return [copied for source, copied in carried() if not _same_bytes(source, copied)]
+
+
+def carry() -> list[Path]:
+    """Copy each declared file forward, chapter after chapter, and return the copies that changed."""
+    changed = []
+    for source, copied in carried():
+        if not _same_bytes(source, copied):
+            shutil.copy(source, copied)
+            changed.append(copied)
+    return changed
+
+
+def room_names() -> set[str]:
+    """The names under which the Python files of all chapters and of the appendix are imported."""
+    paths = [*ROOT.glob("[0-9][0-9]_*/*.py"), *ROOT.glob("appendix/*.py")]
+    return {path.stem for path in paths}
+
+
+def _take_out(names: set[str]) -> dict[str, ModuleType]:
+    """Take the modules of these names out of sys.modules, and return them."""
+    found = [name for name in sys.modules if name.partition(".")[0] in names]
+    return {name: sys.modules.pop(name) for name in found}
+
+
+_open_rooms: str | None = None
+
+
+@contextmanager
+def rooms(folder: str) -> Iterator[None]:
+    """Make the files of one chapter's folder importable by their own names, within a block.
+
+        with book.rooms("05_model_profiling"):
+            from fields import DataError
+
+    Chapters have files of the same names. Modules of any chapter that are loaded already are therefore put
+    aside, and come back at the end of the block, where this folder's own modules are taken out. Functions
+    and classes that were imported in the block can be used after it, but not pickled. RuntimeError inside
+    another such block, because sys.modules holds one module of each name.
+    """
+    global _open_rooms
+    if _open_rooms is not None:
+        raise RuntimeError(f"the rooms of {_open_rooms} are open; leave them before those of {folder}")
+    path = str(ROOT / folder)
+    names = room_names() - {module.stem for module in TESTS.glob("*.py")}
+    put_aside = _take_out(names)
+    sys.path.insert(0, path)
+    _open_rooms = folder
+    try:
+        yield
+    finally:
+        _open_rooms = None
+        _take_out(names)
+        sys.modules.update(put_aside)
+        sys.path.remove(path)
 
 
 # ------------------------------------------------------------------------------------ into a README
@@ -226,6 +318,33 @@ def what_changes_table(old: str, new: str, reasons: dict[str, str]) -> str:
         raise ValueError(f"{old} -> {new}: {'; '.join(wrong)}")
     rows = [[f"`{name}`", what, reasons[name]] for name, what in changed.items()]
     return _markdown_table(["Definition", "What", "Why"], rows)
+
+
+def files_table(old: str, new: str, reasons: dict[str, str]) -> str:
+    """The table of the Python files in a chapter's folder: new, changed, or carried from the old folder.
+
+    `reasons` must name each new or changed file, and may name carried ones. Its order is that of the rows,
+    and the files that it does not name come last. A file that only the old folder has is not listed.
+    """
+    paths = {path.name: path for path in files("*.py") if path.parent == ROOT / new}
+    kinds = {}
+    for name, path in paths.items():
+        before = ROOT / old / name
+        if not before.is_file():
+            kinds[name] = "new"
+        elif _same_bytes(before, path):
+            kinds[name] = "carried"
+        else:
+            kinds[name] = "changed"
+
+    unexplained = [name for name, kind in kinds.items() if kind != "carried" and name not in reasons]
+    wrong = [f"no reason for {name} ({kinds[name]})" for name in unexplained]
+    wrong += [f"there is no {name}" for name in reasons if name not in paths]
+    if wrong:
+        raise ValueError(f"{old} -> {new}: {'; '.join(wrong)}")
+    order = [*reasons, *(name for name in paths if name not in reasons)]
+    rows = [[f"[`{name}`]({_target(paths[name])})", kinds[name], reasons.get(name, "")] for name in order]
+    return _markdown_table(["File", "What", "Why"], rows)
 
 
 def _diff_lines(old: str, new: str) -> list[str]:
@@ -448,20 +567,47 @@ def broken_links(markdown: Path, root: Path = ROOT) -> list[str]:
 # ------------------------------------------------------------------------------------- command line
 
 
+def _execute_notebooks(paths: list[Path]) -> None:
+    """Execute these notebooks and save them in place; all if none is named."""
+    for path in [path.resolve() for path in paths] or files("*.ipynb"):
+        save(clean(execute(path)), path)
+        print(f"{path}: executed, {path.stat().st_size / 1e3:.0f} kB")
+
+
+def _print_densities(paths: list[Path]) -> None:
+    """Print the density of each script in these files and folders; of all but the tests if none is named."""
+    scripts = files("*.py")
+    if paths:
+        places = [path.resolve() for path in paths]
+        chosen = [path for path in scripts if any(path.is_relative_to(place) for place in places)]
+    else:
+        chosen = [path for path in scripts if path.parent != TESTS]
+    print(density.report(chosen))
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run one of the two commands, print a line for each file, and return an exit code."""
-    parser = argparse.ArgumentParser(description="Bring notebooks and READMEs up to date.")
+    """Run one of the commands and return an exit code."""
+    parser = argparse.ArgumentParser(description="Bring notebooks, pages and shared files up to date.")
     programs = parser.add_subparsers(dest="program", required=True)
     notebooks = programs.add_parser("notebooks", help="execute notebooks and save them in place")
     notebooks.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="all if none is named")
     programs.add_parser("readme", help="fill the cog blocks of every README.md and of the appendix's pages")
+    programs.add_parser("carry", help="copy the files that chapters share from each chapter to the next")
+    densities = programs.add_parser("density", help="count the tokens of scripts in each statement and file")
+    densities.add_argument(
+        "paths", nargs="*", type=Path, metavar="PATH", help="all but the tests if none is named"
+    )
     options = parser.parse_args(argv)
-    if options.program == "readme":
+    if options.program == "notebooks":
+        _execute_notebooks(options.paths)
+    elif options.program == "carry":
+        for path in carry():
+            print(f"{path.relative_to(ROOT)}: copied from the chapter before")
+    elif options.program == "density":
+        _print_densities(options.paths)
+    else:
         names = [str(path.relative_to(ROOT)) for path in pages()]
         return subprocess.run([sys.executable, "-m", "cogapp", "-r", *names], cwd=ROOT).returncode
-    for path in [path.resolve() for path in options.paths] or files("*.ipynb"):
-        save(clean(execute(path)), path)
-        print(f"{path}: executed, {path.stat().st_size / 1e3:.0f} kB")
     return 0
 
 

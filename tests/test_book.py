@@ -199,6 +199,49 @@ def test_every_change_needs_a_reason_and_every_reason_a_change(scripts: tuple[st
         book.what_changes_table(*scripts, wrong)
 
 
+@pytest.fixture
+def two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A made-up book of two folders, which share a file and have changed one."""
+    monkeypatch.setattr(book, "ROOT", tmp_path)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / ".gitignore").write_text("outputs/\n")
+    texts = {"old/data.py": "a = 1\n", "old/gone.py": "", "old/train.py": "b = 2\n"}
+    texts |= {"new/data.py": "a = 1\n", "new/model.py": "", "new/train.py": "b = 3\n"}
+    texts |= {"new/README.md": "", "new/outputs/mine.py": "", "new/deeper/file.py": ""}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_the_table_of_files_lists_the_named_ones_first(
+    two_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = {"train.py": "it is assembled here", "model.py": "a network"}
+    assert book.files_table("old", "new", reasons).splitlines() == [
+        "| File | What | Why |",
+        "| --- | --- | --- |",
+        "| [`train.py`](train.py) | changed | it is assembled here |",
+        "| [`model.py`](model.py) | new | a network |",
+        "| [`data.py`](data.py) | carried |  |",
+    ]
+    cog = type("Cog", (), {"inFile": "other/README.md"})
+    monkeypatch.setitem(sys.modules, "cog", cog)
+    rows = book.files_table("old", "new", {"data.py": "the winds"} | reasons).splitlines()
+    assert rows[2] == "| [`data.py`](../new/data.py) | carried | the winds |"
+
+
+def test_every_new_or_changed_file_needs_a_reason(two_folders: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"old -> new: no reason for train\.py \(changed\); there is no gone\.py"
+    ):
+        book.files_table("old", "new", {"model.py": "a network", "gone.py": "why"})
+    reasons = dict.fromkeys(["data.py", "model.py", "train.py"], "all is new")
+    with pytest.raises(ValueError, match=r"none -> new: no reason for data\.py \(new\)$"):
+        book.files_table("none", "new", {name: why for name, why in reasons.items() if name != "data.py"})
+    assert book.files_table("none", "new", reasons).count("| new |") == 3
+
+
 def test_diff_counts_the_lines_it_shows(tmp_path: Path) -> None:
     old, new = tmp_path / "old.py", tmp_path / "new.py"
     old.write_text("".join(f"{n} = {n}\n\n" for n in "abcdefgh"))
