@@ -81,6 +81,10 @@ class BlockLoader(IterableDataset):
     `batches` has a list of (step, k) for each batch. `read_block(block, rng)` returns a
     list of `patches_per_block` samples; it runs in a thread. `make_batch(samples)` makes
     a batch of them; it runs in the thread that iterates.
+
+    A process holds the samples of at most slots + (depth + 1) * new blocks, where a batch
+    needs up to batch_size / patches_per_block new ones, rounded up. That is about
+    slots + blocks_ahead. What running calls of read_block hold comes on top.
     """
 
     def __init__(
@@ -97,9 +101,9 @@ class BlockLoader(IterableDataset):
         self.read_block = read_block
         self.make_batch = make_batch
         self.threads = threads
-        # So many batches are planned ahead, and the reads of their blocks are started.
-        ahead = blocks_ahead * order.patches_per_block / order.batch_size
-        self.depth = max(1, round(ahead))
+        # So many batches are planned ahead: the reads of their blocks are started.
+        depth = blocks_ahead * order.patches_per_block / order.batch_size
+        self.depth = max(1, round(depth))
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -107,7 +111,8 @@ class BlockLoader(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         """This process's batches: all of them, or every n-th in one of n workers."""
         batches = iter(self.batches)
-        if worker := get_worker_info():
+        worker = get_worker_info()
+        if worker is not None:
             batches = islice(batches, worker.id, None, worker.num_workers)
         pool = ThreadPoolExecutor(self.threads)
         current: dict[int, tuple[int, Future]] = {}  # of each slot: its read, its block
@@ -119,10 +124,8 @@ class BlockLoader(IterableDataset):
                     yield self.finish(pending.popleft())
             while pending:
                 yield self.finish(pending.popleft())
-        except (
-            GeneratorExit
-        ):  # wait for reads that run: their server may be about to end
-            pool.shutdown(cancel_futures=True)
+        except GeneratorExit:  # nobody asks for more
+            pool.shutdown(cancel_futures=True)  # waits: the server may be about to end
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -69,7 +69,7 @@ class StepSampler(Sampler):
 class WindDataModule(LightningDataModule):
     """The training's block loader, and plain loaders for validation and test.
 
-    `options` are those that a resumed run must share; each checkpoint keeps them.
+    `options` are kept in each checkpoint, because a resumed run must share most of them.
     """
 
     def __init__(
@@ -94,15 +94,23 @@ class WindDataModule(LightningDataModule):
         self.start_method = start_method
 
     def train_dataloader(self) -> DataLoader:
-        """This rank's micro-batches, from the first step on."""
-        rank = self.trainer.global_rank
+        return self.train_loader(self.trainer.global_rank, self.trainer.world_size)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.eval_loader(self.validation)
+
+    def test_dataloader(self) -> DataLoader:
+        return self.eval_loader(self.test)
+
+    def train_loader(self, rank: int = 0, world_size: int = 1) -> DataLoader:
+        """A rank's micro-batches, from the first step on."""
         accumulate = self.hparams.accumulate_grad_batches
         batches = StepSampler(
             self.hparams.batch_size,
-            self.trainer.max_steps,
+            self.hparams.max_steps,
             self.first_step,
             rank,
-            self.trainer.world_size,
+            world_size,
             accumulate,
         )
         loader = BlockLoader(
@@ -120,12 +128,6 @@ class WindDataModule(LightningDataModule):
             multiprocessing_context=self.start_method,
             worker_init_fn=start_worker,
         )
-
-    def val_dataloader(self) -> DataLoader:
-        return self.eval_loader(self.validation)
-
-    def test_dataloader(self) -> DataLoader:
-        return self.eval_loader(self.test)
 
     def eval_loader(self, dataset: PatchDataset) -> DataLoader:
         """This rank's share of the patches that every run is judged on."""

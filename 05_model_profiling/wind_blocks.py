@@ -11,13 +11,16 @@ from store import FieldReader
 class WindBlocks:
     """Blocks of whole maps: one time, or all times of a chunk that has several.
 
+    Give at least as many patches as a chunk has times, else an epoch leaves some out.
     `reader` should be no other's, because what it reads is counted as the training's.
     """
 
-    def __init__(self, dataset: PatchDataset, reader: FieldReader, patches: int):
+    def __init__(
+        self, dataset: PatchDataset, reader: FieldReader, patches_per_block: int
+    ):
         self.dataset = dataset
         self.reader = reader
-        self.patches = patches  # cut from a block each time that it is read
+        self.patches_per_block = patches_per_block
         positions = dataset.period.positions
         chunks = positions // times_per_chunk(reader.open())
         starts = np.flatnonzero(np.diff(chunks, prepend=-1))
@@ -28,16 +31,14 @@ class WindBlocks:
         return len(self.blocks)
 
     def read_block(self, block: int, rng: np.random.Generator) -> list[Sample]:
-        """The patches of a block, drawn by `rng`; no more of its maps is kept."""
+        """The patches of a block, drawn by `rng`. The maps themselves are not kept."""
         times = self.blocks[block]
-        drawn = np.resize(
-            rng.permutation(times), self.patches
-        )  # each time equally often
+        shuffled = rng.permutation(times)
+        drawn = np.resize(shuffled, self.patches_per_block)  # each time equally often
         patches = draw_patches(rng, drawn, self.dataset.space)
         names = self.reader.variables
         size = self.dataset.space.size
-        shape = (self.patches, len(names), size, size)
-        values = np.empty(shape, "float32")
+        values = np.empty((len(patches), len(names), size, size), "float32")
         first = self.dataset.period.positions[times[0]]
         region = {"time": slice(first, first + len(times))}
         for number, name in enumerate(names):
