@@ -88,17 +88,19 @@ def keep_sample(reader: FieldReader, training: Period, name: str) -> Climatology
 
 
 def identify(reader: FieldReader) -> str:
-    """A name for a store and its grid: a store that is made anew has other coordinates."""
+    """A name for a store, its grid and these variables, in their order.
+
+    A store that is made anew often has other coordinates.
+    """
     location = reader.location
     url = location.url
     if "://" not in url:
         url = os.path.abspath(url)
-    host = urlsplit(
-        location.endpoint or ""
-    ).hostname  # without the port, which may change
+    server = urlsplit(location.endpoint or "")
+    parts = [url, server.hostname, *reader.variables]  # a server's port may change
     fields = reader.open()
-    coordinates = [fields[dim].values.tobytes() for dim in DIMENSIONS]
-    return sha256(repr([url, host, *coordinates]).encode()).hexdigest()[:12]
+    parts += [fields[dim].values.tobytes() for dim in DIMENSIONS]
+    return sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def compute_sample(reader: FieldReader, training: Period) -> Climatology:

@@ -32,7 +32,7 @@ def baselines(
         seen = sample["input"][-1] > 0
         unseen = sample["unseen"][0] > 0
         weight = sample["weight"][0, unseen]
-        weights += weight.sum()
+        weights += sample["weight"].sum()
         truth = mean[:, unseen] + anomaly[:, unseen]
         truth = truth.astype("float64")  # and so are the errors
         for name, fill in fills(mean, anomaly, seen, unseen).items():
@@ -153,15 +153,19 @@ def first_variable(fields: np.ndarray) -> np.ndarray:
 
 def format_latitude(degrees: float, position: int | None = None) -> str:
     """As on a map: 60 °S, not -60 °N."""
+    if degrees == 0:
+        return "0°"
     hemisphere = "N" if degrees > 0 else "S"
-    return f"{abs(degrees):g} °{hemisphere}" if degrees else "0°"
+    return f"{abs(degrees):g} °{hemisphere}"
 
 
 def format_longitude(degrees: float, position: int | None = None) -> str:
     """As on a map: 90 °W, not 270 °E."""
     degrees = (degrees + 180) % 360 - 180
+    if degrees in (0, -180):
+        return f"{abs(degrees):g}°"
     hemisphere = "E" if degrees > 0 else "W"
-    return f"{abs(degrees):g} °{hemisphere}" if degrees else "0°"
+    return f"{abs(degrees):g} °{hemisphere}"
 
 
 def throughput(

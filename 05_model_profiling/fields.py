@@ -35,6 +35,9 @@ def select_variables(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
             reason = f"it is not in the store on {', '.join(DIMENSIONS)} alone"
             raise DataError(f"--variables {name}: {reason}; there are {choice}")
         check_values(dataset[name])
+    for dim in ("latitude", "longitude"):
+        if dataset[dim].dtype.kind not in "iuf":
+            raise DataError(f"{dim} holds {dataset[dim].dtype}; it must be in degrees")
     if not all(dataset.indexes[dim].is_unique for dim in DIMENSIONS):
         cause = "it was written twice, or a chunk of it is missing"
         raise DataError(f"a coordinate repeats: {cause}; write it anew")
@@ -144,7 +147,8 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
     taken: set[int] = set()
     for flag, (first, last) in spans.items():
         chosen = np.zeros(time.size, bool)
-        with suppress(TypeError, ValueError):  # not dates
+        with suppress(AttributeError, TypeError, ValueError):  # not dates
+            months = time.dt.month.values - 1
             chosen = np.isin(time, time.sel(time=slice(first, last)))
         positions = np.flatnonzero(chosen)
         if not positions.size or not taken.isdisjoint(positions):
@@ -152,6 +156,5 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
             remedy = f"give dates of {whole} that no other period has"
             raise DataError(f"{flag} {first} {last}: {remedy}")
         taken.update(positions)
-        times = time[positions]
-        periods.append(Period(positions, times.values, times.dt.month.values - 1))
+        periods.append(Period(positions, time.values[positions], months[positions]))
     return periods

@@ -78,12 +78,8 @@ class CountingStore(WrapperStore):
     def list_dir(self, prefix: str):
         """The names under a prefix. A web server has none, and obstore would keep asking."""
         if isinstance(self._store.store, HTTPStore):
-            reason = (
-                "it has no consolidated metadata, and a web server cannot list a store"
-            )
-            remedy = (
-                "run zarr.consolidate_metadata on the store, where it can be written"
-            )
+            reason = "no consolidated metadata, and a web server cannot list a store"
+            remedy = "run zarr.consolidate_metadata where the store can be written"
             raise DataError(f"{reason}; {remedy}")
         return super().list_dir(prefix)
 
@@ -91,43 +87,44 @@ class CountingStore(WrapperStore):
 def connect(location: Location) -> CountingStore:
     """A client of the store. It retries, ever more slowly, until `retry_timeout` is over."""
     url = location.url
+    options = {}
     if "://" not in url:
         url = Path(url).absolute().as_uri()
-        return CountingStore(ObjectStore(from_url(url), read_only=True))
-    timeout = timedelta(seconds=location.retry_timeout)
-    options: dict = {"retry_config": {"max_retries": 1000, "retry_timeout": timeout}}
-    client = {"allow_http": True, "read_timeout": "10s", "timeout": timeout}
-    options["client_options"] = client
-    if location.endpoint:
-        options["endpoint"] = location.endpoint
-    if location.anonymous and not url.startswith("http"):
-        options["skip_signature"] = True
-    elif url.startswith("s3:"):  # obstore does not look into ~/.aws by itself
-        ttl = timedelta(minutes=5)
-        options["credential_provider"] = Boto3CredentialProvider(ttl=ttl)
+    elif not url.startswith("file:"):
+        options = client_options(location)
     return CountingStore(ObjectStore(from_url(url, **options), read_only=True))
 
 
-def open_fields(store: CountingStore, variables: list[str]) -> xr.Dataset:
-    """The variables, see `select_variables`, none of their values read."""
+def client_options(location: Location) -> dict:
+    """What obstore needs to know of a bucket or a web server."""
+    timeout = timedelta(seconds=location.retry_timeout)
+    client = {"allow_http": True, "read_timeout": "10s", "timeout": timeout}
+    options: dict = {"client_options": client}
+    options["retry_config"] = {"max_retries": 1000, "retry_timeout": timeout}
+    if location.endpoint:
+        options["endpoint"] = location.endpoint
+    if location.anonymous and not location.url.startswith("http"):
+        options["skip_signature"] = True
+    elif location.url.startswith("s3:"):  # obstore does not look into ~/.aws by itself
+        ttl = timedelta(minutes=5)
+        options["credential_provider"] = Boto3CredentialProvider(ttl=ttl)
+    return options
+
+
+def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
+    """The store, and all of its variables, none of their values read."""
     try:
-        dataset = xr.open_zarr(store, chunks=None)
+        store = connect(location)
+        return store, xr.open_zarr(store, chunks=None)
     except FileNotFoundError as error:
         reason = "no Zarr store is there, or none that you may read"
-        remedy = (
-            "check the bucket, the key and --endpoint, and credentials or --anonymous"
-        )
+        remedy = "check URL and --endpoint, and credentials or --anonymous"
         raise DataError(f"{reason}; {remedy}") from error
     except DataError:
         raise
     except Exception as error:  # obstore's, boto3's, Zarr's and xarray's share no base
-        remedy = "check credentials, or give --anonymous"
+        remedy = "check URL and credentials, or give --anonymous"
         raise DataError(f"{first_line(error)}; {remedy}") from error
-    fields = select_variables(dataset, variables)
-    for name in variables:
-        if not may_miss_chunks(fields[name].encoding):
-            store.complete.add(name)
-    return fields
 
 
 def may_miss_chunks(encoding: dict) -> bool:
@@ -161,8 +158,11 @@ class FieldReader:
         """The variables. The reads that open the store are not counted."""
         with self.opening:  # many threads may come at once
             if self.fields is None:
-                self.store = connect(self.location)
-                self.fields = open_fields(self.store, self.variables)
+                self.store, dataset = open_store(self.location)
+                self.fields = select_variables(dataset, self.variables)
+                for name in self.variables:
+                    if not may_miss_chunks(self.fields[name].encoding):
+                        self.store.complete.add(name)
                 self.store.requests = 0
                 self.store.bytes_read = 0
         return self.fields
@@ -201,9 +201,12 @@ class FieldReader:
 class RequestCounter(Callback):
     """Adds up what the training batches cost: batch["traffic"], see wind_blocks.py."""
 
+    def __init__(self):
+        self.total = torch.zeros(3, dtype=torch.int64)
+
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        # On the module's device: to fetch it in each step would wait for the device.
-        self.total = torch.zeros(3, dtype=torch.int64, device=module.device)
+        # Where the batches are: to fetch each step's numbers would wait for the device.
+        self.total = torch.zeros_like(self.total, device=module.device)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
