@@ -50,7 +50,8 @@ BUCKETS = CLOUD / "outputs"
 LATENCY_MS = 30
 PATCHES_PER_BLOCK = 8
 BATCHES = [8, 32]
-SETTLED = 32  # steps, before which no step is measured: each slot has changed its block
+FILLED = 32  # steps, after which each slot has changed its block once
+SETTLED = FILLED + 8  # the steps between train already, so that reads are as far ahead
 SIZE = {"days": 200, "resolution": 0.25, "patch": 64, "steps": 64}
 QUICK = {"days": 132, "resolution": 10, "patch": 16, "steps": 3}
 COLOURS = {"chapter 4": "#D55E00", "chapter 5": "#0072B2"}  # Okabe and Ito's
@@ -155,8 +156,10 @@ def measure(loader: Loader, endpoint: str, step: Callable | None) -> dict:
     Seconds of each step: waiting for its batch (of which making it), and all of it.
     """
     batches = iter(loader.loader)
-    for _ in range(SETTLED):
-        next(batches)
+    for number in range(SETTLED):
+        batch = next(batches)
+        if step is not None and number >= FILLED:
+            step(batch)
     waits, makings, totals = [], [], []
     requests = count_requests(endpoint)
     cpu = cpu_seconds()

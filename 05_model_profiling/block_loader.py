@@ -1,15 +1,14 @@
 """Read whole blocks ahead of the step, cut several samples from each, mix many blocks.
 
-A block is whatever one read should bring: a chunk, a file, a shard. This file knows
-nothing else of your data. You say how a block is read and how a batch is made:
+A block is what one read should bring: a chunk, a file, a shard. You say how a block is
+read and how a batch is made:
 
     order = BlockOrder(blocks=288, batch_size=8, slots=32, patches_per_block=8, seed=0)
     batches = [[(step, k) for k in range(8)] for step in range(200)]
     loader = BlockLoader(order, batches, read_block, make_batch)
     DataLoader(loader, batch_size=None, num_workers=...)
 
-The order is a function, not a state: `order.address(step, k)` says which block sample k
-of a step is cut from. Nothing has to be saved to resume.
+The order is a function of (step, k), not a state: nothing has to be saved to resume.
 """
 
 from collections import deque
@@ -25,6 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 ORDER_STREAM = 1  # of random numbers: the order of the blocks
 PATCH_STREAM = 2  # what is cut from a block
+Planned = list[tuple[Future, int]]  # for each sample of a batch: its block, and which
 
 
 @lru_cache(maxsize=2)
@@ -116,7 +116,7 @@ class BlockLoader(IterableDataset):
             batches = islice(batches, worker.id, None, worker.num_workers)
         pool = ThreadPoolExecutor(self.threads)
         current: dict[int, tuple[int, Future]] = {}  # of each slot: its read, its block
-        pending: deque[list[tuple[Future, int]]] = deque()
+        pending: deque[Planned] = deque()
         try:
             for addresses in batches:
                 pending.append(self.plan(addresses, current, pool))
@@ -132,7 +132,7 @@ class BlockLoader(IterableDataset):
 
     def plan(
         self, addresses: list[tuple[int, int]], current: dict, pool: ThreadPoolExecutor
-    ) -> list[tuple[Future, int]]:
+    ) -> Planned:
         """For each sample its block, whose read is started now unless it was before."""
         planned = []
         for step, k in addresses:
@@ -145,6 +145,6 @@ class BlockLoader(IterableDataset):
             planned.append((current[slot][1], patch))
         return planned
 
-    def finish(self, planned: list[tuple[Future, int]]) -> Any:
+    def finish(self, planned: Planned) -> Any:
         """The batch, once its blocks are read. A block goes with its last sample."""
         return self.make_batch([future.result()[patch] for future, patch in planned])

@@ -64,9 +64,17 @@ def chapter_4() -> ModuleType:
     return load("04_data_pipeline/train.py", "chapter_04_before_rooms")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
+def apart(rooms: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Sampled climatologies stay apart from a reader's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(climatology, "KEPT", tmp_path_factory.mktemp("kept"))
+        yield
+
+
+@pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which sampled climatologies are kept, apart from a reader's."""
+    """The folder in which sampled climatologies are kept during a test."""
     monkeypatch.setattr(climatology, "KEPT", tmp_path / "kept")
     return tmp_path / "kept"
 
@@ -173,7 +181,7 @@ def assert_same(one: dict, other: dict) -> None:
 
 
 @pytest.fixture
-def sampled_by_chapter_4(chapter_4: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def sampled_by_chapter_4(chapter_4: ModuleType, kept: Path, tmp_path: Path, monkeypatch) -> None:
     """make_store.py runs in this process, and both take samples of three times a month."""
     make_store = load("03_cloud_data/make_store.py", "make_store_for_rooms")
     monkeypatch.setattr(chapter_4, "run_make_store", lambda *flags: make_store.main(list(flags)))
@@ -203,9 +211,9 @@ def test_the_patches_that_judge_are_those_of_chapter_4(chapter_4, folder: Path) 
 @pytest.mark.parametrize(
     ("names", "samples"),
     [
-        (("temperature", "v", "u"), 24),
-        (("v",), 24),
-        *(pytest.param(names, 96, marks=thorough) for names in (("u", "v"), ("temperature", "v", "u"))),
+        (("temperature", "v", "u"), 12),
+        pytest.param(("v",), 96, marks=thorough),
+        pytest.param(("u", "v"), 96, marks=thorough),
     ],
 )
 def test_baselines_are_those_of_chapter_4(
@@ -270,7 +278,7 @@ def test_the_climatology_of_a_store_without_statistics_is_that_of_chapter_4(
     assert np.nanmax(np.abs(now.mean - of_all_times.mean)) > 0.1
 
 
-def test_a_sample_of_all_times_is_the_climatology_of_all_times(folder: Path) -> None:
+def test_a_sample_of_all_times_is_the_climatology_of_all_times(folder: Path, kept: Path) -> None:
     """Masked cells have none, and are in no standard deviation."""
     sampled, whole = climatology_of(folder / "bare"), climatology_of(folder / "whole")
     np.testing.assert_allclose(sampled.mean, whole.mean, atol=1e-5)
@@ -298,7 +306,7 @@ def test_a_climatology_is_sampled_once_for_each_store(
     assert len(list(kept.glob("*.npz"))) == 2
 
 
-def test_a_kept_climatology_fits_the_order_of_the_variables(folder: Path) -> None:
+def test_a_kept_climatology_fits_the_order_of_the_variables(folder: Path, kept: Path) -> None:
     """Else each wind would be told from the other's mean, and no error would say so."""
     first, second = climatology_of(folder / "bare", "u", "v"), climatology_of(folder / "bare", "v", "u")
     np.testing.assert_array_equal(second.mean, first.mean[:, ::-1])
@@ -457,7 +465,7 @@ def test_other_layouts_are_the_same_map(layout: str, winds: xr.Dataset) -> None:
 
 
 FEW = slice(None, None, 4)  # of the times: each read brings all of them
-IN_THE_GATE = ("time last", "longitudes in no order", "the first column again", "in double precision")
+IN_THE_GATE = ("time last", "longitudes in no order", "in double precision")
 
 
 @pytest.fixture(scope="module")
@@ -608,7 +616,11 @@ REFUSED = {  # what becomes of the dataset, and what is said
     ),
     "a longitude of texts": (
         lambda winds: winds.assign_coords(longitude=[f"{degrees:g}E" for degrees in winds.longitude]),
-        "longitude",
+        ".*longitude",
+    ),
+    "a latitude of texts": (
+        lambda winds: winds.assign_coords(latitude=[f"{degrees:g}N" for degrees in winds.latitude]),
+        ".*latitude",
     ),
 }
 
@@ -676,7 +688,7 @@ CHUNKED = {  # order of the dimensions, chunk, shard, name of time, its attribut
 def test_the_times_of_a_chunk_are_found(case: str, winds: xr.Dataset, tmp_path: Path) -> None:
     """Of the larger chunk, if variables have different ones; of the chunk inside a shard."""
     order, chunks, shards, name, attrs = CHUNKED[case]
-    stored = winds.isel(time=slice(30)).transpose(*order.split())
+    stored = winds.isel(time=slice(10)).transpose(*order.split())
     stored.time.attrs = attrs
     of_one_time = tuple(size if size >= 20 else 1 for size in chunks)
     encoding = {name: {"chunks": of_one_time} for name in ("u", "v", "temperature")}
@@ -725,10 +737,10 @@ OUTSIDE = {  # axis, training times, test times, what is said
     "empty": ("dates", "1982-01 1982-06", "1982-12 1982-11", "--test-times 1982-12 1982-11: give dates of"),
     "overlap": ("dates", "1982-01 1982-06", "1982-06 1982-09", "--test-times .* that no other period has"),
     "a day of overlap": ("dates", "1982-01 1982-06", "1982-06-30 1982-09", "--test-times .* no other period"),
-    "integers": ("integers", "1982 1982", "1983 1983", "--train-times 1982 1982: give dates of 0 to 364"),
-    "integers as such": ("integers", "0 100", "200 300", "--train-times 0 100: give dates"),
-    "numbers": ("numbers", "0 100", "200 300", "--train-times 0 100: give dates"),
-    "texts": ("texts", "1982-01 1982-06", "1982-07 1982-09", "--train-times 1982-01 1982-06: give dates"),
+    "integers": ("integers", "1982 1982", "1983 1983", "--train-times 1982 1982: "),
+    "integers that are there": ("integers", "0 100", "200 300", "--train-times 0 100: "),
+    "numbers": ("numbers", "0 100", "200 300", "--train-times 0 100: "),
+    "texts": ("texts", "1982-01 1982-06", "1982-07 1982-09", "--train-times 1982-01 1982-06: "),
     "spans of time": ("spans of time", "0D 9D", "10D 19D", "--train-times 0D 9D: "),
 }
 
@@ -742,14 +754,14 @@ def test_times_that_cannot_be_used_are_refused_with_their_flag(case: str) -> Non
         fields.split_times(time, spans)
 
 
-def test_an_integer_time_axis_is_refused_in_one_line(winds: xr.Dataset, tmp_path: Path) -> None:
-    """Whose units say no date, or a calendar that cannot be read here."""
-    for name, units in (("steps", "1"), ("months", "months since 1982-01-01")):
-        stored = winds.isel(time=slice(20)).assign_coords(time=np.arange(20))
-        stored.time.attrs["units"] = units
-        write(tmp_path / name, stored)
-        with pytest.raises(errors.DataError):
-            make_data(tmp_path / name)
+@pytest.mark.parametrize(("units", "first"), [("1", 0), ("a", 1982), ("months since 1982-01-01", 0)])
+def test_an_integer_time_axis_is_refused(units: str, first: int, winds: xr.Dataset, tmp_path: Path) -> None:
+    """A number of a step, a year, or what only another calendar has."""
+    stored = winds.isel(time=slice(20)).assign_coords(time=first + np.arange(20))
+    stored.time.attrs["units"] = units
+    write(tmp_path / "store", stored)
+    with pytest.raises(errors.DataError):
+        make_data(tmp_path / "store")
 
 
 # ------------------------------------------------------------------------------ objects that are missing
@@ -818,6 +830,7 @@ class Server:
     """A plain web server of a folder: it neither lists nor knows ranges. The first word of a path says more."""
 
     def __init__(self, folder: Path):
+        self.address = ""
         self.asked: list[str] = []
         self.signed: list[bool] = []
         self.handler = partial(Handler, self, directory=folder)
@@ -921,9 +934,9 @@ def test_what_a_server_does_not_give_is_named_when_the_retries_end(
     way: str, status: str, server: Server
 ) -> None:
     """A forbidden chunk is not taken for an absent one, and a busy server is not asked for ever."""
-    location = server.location(way, "bare", retry_timeout=1)
+    location = server.location(way, "bare", retry_timeout=0.3)
     if way == "gone":
-        location = store.Location("http://127.0.0.1:1/bare", retry_timeout=1)
+        location = store.Location("http://127.0.0.1:1/bare", retry_timeout=0.3)
     reader = store.FieldReader(location, ["u", "v"])
     read = ThreadPoolExecutor(1).submit(reader.read, "v", {"time": 3, "longitude": slice(0, 5)})
     error = read.exception(timeout=60)  # seconds: the default of --retry-timeout is 120
@@ -980,6 +993,13 @@ def test_a_reader_gives_time_latitude_and_longitude_in_that_order(winds: xr.Data
     for n, region in enumerate(regions):
         np.testing.assert_array_equal(values[n, 0], winds.v[region])
         np.testing.assert_array_equal(values[n, 1], winds.u[region])
+
+
+def test_a_store_may_be_a_path_or_a_url_of_it(folder: Path, winds: xr.Dataset, monkeypatch) -> None:
+    """Also a path that is relative to the current folder."""
+    monkeypatch.chdir(folder)
+    for place in ("bare", (folder / "bare").as_uri(), folder / "bare"):
+        np.testing.assert_array_equal(reader_of(place).read("v", {"time": 2}), winds.v[2])
 
 
 @pytest.fixture
@@ -1165,7 +1185,7 @@ def test_an_epoch_has_each_time_once_and_the_next_in_another_order(batch_size: i
 @pytest.mark.parametrize(("part", "columns"), [(slice(None), COLUMNS), (slice(0, 25), 25 - SIZE + 1)])
 def test_patches_begin_everywhere(part: slice, columns: int, make_dataset) -> None:
     dataset = make_dataset(part=part)
-    corners = [dataset.patch(step, 0)[1:3] for step in range(1000)]
+    corners = [dataset.patch(step, 0)[1:3] for step in range(500)]
     assert {row for row, _ in corners} == set(range(ROWS - SIZE + 1))
     assert {column for _, column in corners} == set(range(columns))
 

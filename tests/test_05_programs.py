@@ -214,8 +214,10 @@ def trained(folder: Path, address: str, tmp_path_factory: pytest.TempPathFactory
         "plain": plain.start("--store", folder / "winds/plain"),
     }
     ended = {name: program.wait() for name, program in started.items()}
-    left, changed = still_running(before), contents(folder) != stores
-    return Trained(ended, whole, killed, alone, plain, left, changed)
+    left = still_running(before)
+    for process in left:  # else the tests would wait for them at their end
+        process.kill()
+    return Trained(ended, whole, killed, alone, plain, left, contents(folder) != stores)
 
 
 @pytest.fixture(scope="module")
