@@ -82,9 +82,9 @@ class BlockLoader(IterableDataset):
     list of `patches_per_block` samples; it runs in a thread. `make_batch(samples)` makes
     a batch of them; it runs in the thread that iterates.
 
-    A process holds the samples of at most slots + (depth + 1) * new blocks, where a batch
-    needs up to batch_size / patches_per_block new ones, rounded up. That is about
-    slots + blocks_ahead. What running calls of read_block hold comes on top.
+    A process holds the samples of at most slots + (depth + 1) * new blocks. Here new is
+    batch_size / patches_per_block, rounded up, and W / gcd(W, rounds) times that in one
+    of W workers. What running calls of read_block hold comes on top.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """The command line: every option, its default, and what it may be."""
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -172,6 +173,8 @@ def check_numbers(values: dict) -> None:
             refuse(f"{flag} {value}: too small; give at least {minimum}")
     if values["seed"] >= 2**64:
         refuse(f"--seed {values['seed']}: too large; give less than 2**64")
+    if math.isinf(values["learning_rate"]):
+        refuse(f"--learning-rate {values['learning_rate']}: too large; give a number")
 
 
 def check_store(store: str | None, endpoint: str | None) -> None:

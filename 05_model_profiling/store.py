@@ -88,10 +88,10 @@ def connect(location: Location) -> CountingStore:
     """A client of the store. It retries, ever more slowly, until `retry_timeout` is over."""
     url = location.url
     options = {}
-    if "://" not in url:
-        url = Path(url).absolute().as_uri()
-    elif not url.startswith("file:"):
+    if "://" in url:
         options = client_options(location)
+    else:
+        url = Path(url).absolute().as_uri()
     return CountingStore(ObjectStore(from_url(url, **options), read_only=True))
 
 

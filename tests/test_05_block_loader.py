@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from itertools import groupby, islice, product
-from math import ceil
+from math import ceil, gcd
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -444,9 +444,12 @@ DEPTHS = [
 ]
 
 
-@pytest.mark.parametrize(("batch", "slots", "per_block", "ahead", "depth"), DEPTHS)
+@pytest.mark.parametrize(
+    ("batch", "slots", "per_block", "ahead", "depth", "workers"),
+    [*((*case, 1) for case in DEPTHS), *((8, 32, 8, 16, 16, workers) for workers in (2, 3, 5))],
+)
 def test_no_more_blocks_are_held_than_slots_and_what_is_read_ahead(
-    batch: int, slots: int, per_block: int, ahead: int, depth: int, submitted, started
+    batch: int, slots: int, per_block: int, ahead: int, depth: int, workers: int, submitted, started
 ) -> None:
     """They are counted when a batch is made and each read that was started has ended. At the end none is left."""
     blocks = []  # a sample of each
@@ -464,14 +467,16 @@ def test_no_more_blocks_are_held_than_slots_and_what_is_read_ahead(
         return np.stack(samples)
 
     order = make_order(1000, batch, slots, per_block)
-    batches = make_batches(order, 6 * per_block * order.rounds)
+    batches = make_batches(order, 6 * per_block * order.rounds)[::workers]  # the first worker's
+    new = ceil(batch / per_block) * workers // gcd(workers, order.rounds)
     # A thread may hold the block that it read last for a moment longer. One thread is within the bound.
     loader = rooms.block_loader.BlockLoader(order, batches, read_block, make_batch, ahead, threads=1)
     for _ in loader:
         pass
     assert_end(started())
-    assert len(blocks) == len(reads_of(order, batches)) > slots + ahead
-    assert slots < most <= slots + (depth + 1) * ceil(batch / per_block)
+    held = slots // gcd(workers, order.rounds)
+    assert len(blocks) == len(reads_of(order, batches)) > held + ahead
+    assert held < most <= held + (depth + 1) * new
     assert referents(blocks) == []
 
 

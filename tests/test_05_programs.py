@@ -161,8 +161,9 @@ class Alone:
         """Start the copied script, which finds no file of the chapter but the copied ones."""
         places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), str(self.home))
         with pytest.MonkeyPatch.context() as patch:
-            # A program has the paths of this process, among which are the chapter's rooms.
-            patch.setattr(sys, "path", [name for name in sys.path if Path(name) != CHAPTER])
+            # A program has the paths of this process, among which there may be folders of any chapter.
+            chapters = {path.parent for path in book.files("*.py")} - {book.TESTS}
+            patch.setattr(sys, "path", [name for name in sys.path if Path(name) not in chapters])
             return programs.Program(
                 self.script, *SMALL, *flags, "--output-dir", self.output, environment=places
             )
@@ -549,6 +550,7 @@ BAD_INPUT = {
     "--max-steps 0": "--max-steps 0: too small; give at least 1",
     "--retry-timeout 0": "--retry-timeout 0: too small; give at least 1",
     "--learning-rate nan": "--learning-rate nan: .* give at least 0",
+    "--learning-rate inf": "--learning-rate inf: too large; give a number",
     "--seed -1": "--seed -1: too small; give at least 0",
     f"--seed {2**64}": rf"--seed {2**64}: too large; give less than 2\*\*64",
     "--output-dir /dev/null/run": "--output-dir /dev/null/run: Not a directory; give a folder",
