@@ -52,8 +52,8 @@ PATCHES_PER_BLOCK = 8
 BATCHES = [8, 32]
 FILLED = 32  # steps, after which each slot has changed its block once
 SETTLED = FILLED + 8  # the steps between train already, so that reads are as far ahead
-SIZE = {"days": 200, "resolution": 0.25, "patch": 64, "steps": 64}
-QUICK = {"days": 132, "resolution": 10, "patch": 16, "steps": 3}
+SIZE = {"days": 200, "resolution": 0.25, "patch": 64, "steps": 64, "alone": 4096}
+QUICK = {"days": 132, "resolution": 10, "patch": 16, "steps": 3, "alone": 96}
 COLOURS = {"chapter 4": "#D55E00", "chapter 5": "#0072B2"}  # Okabe and Ito's
 
 
@@ -153,8 +153,10 @@ def cpu_seconds() -> float:
 def measure(loader: Loader, endpoint: str, step: Callable | None) -> dict:
     """Iterate over some steps after those in which the slots fill, with or without training.
 
-    Seconds of each step: waiting for its batch (of which making it), and all of it.
+    Seconds of each step: waiting for its batch (of which making it), and all of it. Alone,
+    a step lasts milliseconds, so that many more of them are measured.
     """
+    steps = SIZE["alone"] // loader.batch_size if step is None else SIZE["steps"]
     batches = iter(loader.loader)
     for number in range(SETTLED):
         batch = next(batches)
@@ -163,7 +165,7 @@ def measure(loader: Loader, endpoint: str, step: Callable | None) -> dict:
     waits, makings, totals = [], [], []
     requests = count_requests(endpoint)
     cpu = cpu_seconds()
-    for _ in range(SIZE["steps"]):
+    for _ in range(steps):
         made_before = loader.making
         began = perf_counter()
         batch = next(batches)
@@ -172,7 +174,7 @@ def measure(loader: Loader, endpoint: str, step: Callable | None) -> dict:
         if step is not None:
             step(batch)
         totals.append(perf_counter() - began)
-    samples = SIZE["steps"] * loader.batch_size
+    samples = steps * loader.batch_size
     found = {
         "samples_per_second": samples / sum(totals),
         "cpu_ms_per_sample": 1e3 * (cpu_seconds() - cpu) / samples,

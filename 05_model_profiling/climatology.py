@@ -45,10 +45,7 @@ def load_climatology(
         name = sha256(name.encode()).hexdigest()
     climatology = read_statistics(reader, name)
     if climatology is None:
-        climatology = keep_sample(reader, training, name)
-    if not climatology.valid.any():
-        reason = "a variable has no value in them; give others"
-        raise DataError(f"--train-times {' '.join(span)}: {reason}")
+        return keep_sample(reader, training, name)
     return climatology
 
 
@@ -69,7 +66,16 @@ def read_statistics(reader: FieldReader, name: str) -> Climatology | None:
     mean = found.to_dataarray("variable").astype("float32")
     mean = mean.transpose("month", "variable", "latitude", "longitude").values
     std = [found[variable].attrs["std"] for variable in reader.variables]
-    return Climatology(mean, np.float32(std))
+    climatology = Climatology(mean, np.float32(std))
+    require_values(climatology.valid)
+    return climatology
+
+
+def require_values(valid: np.ndarray) -> None:
+    """DataError unless some cell has a value of every variable, (latitude, longitude)."""
+    if not valid.any():
+        reason = "no cell has values of all variables in the training times"
+        raise DataError(f"--variables, --train-times: {reason}; give others")
 
 
 def keep_sample(reader: FieldReader, training: Period, name: str) -> Climatology:
@@ -123,6 +129,7 @@ def compute_sample(reader: FieldReader, training: Period) -> Climatology:
         counts.append(count)
     counted = np.sum(counts, axis=0)
     valid = (counted > 0).all(axis=0)
+    require_values(valid)
     variance = np.sum(squares, axis=0)[:, valid].sum(axis=1)
     variance /= counted[:, valid].sum(axis=1)
     return Climatology(np.float32(means), np.float32(variance**0.5))

@@ -41,7 +41,9 @@ class Grid:
         width = len(self.longitude)
         largest = min(height, width) // 4 * 4
         if size % 4 or size > largest:
-            remedy = f"give a multiple of 4 up to {largest}"
+            remedy = f"give a multiple of 4 from 16 to {largest}"
+            if largest < 16:
+                remedy = "give a store of at least 16 x 16"
             grid = f"the grid is {height} x {width}"
             raise DataError(f"--patch-size {size}: {grid}; {remedy}")
         rows = height - size + 1

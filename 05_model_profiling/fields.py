@@ -141,20 +141,33 @@ class Period:
 def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[Period]:
     """The period of each flag, from one date to another, both included.
 
-    DataError if one has no times, or times of another.
+    DataError if the times are not dates, if a period is empty, or if two share a time.
     """
+    try:
+        months = time.dt.month.values - 1
+    except (AttributeError, TypeError) as error:
+        reason = f"time holds {time.dtype}, not dates"
+        raise DataError(
+            f"{reason}; give it units such as 'days since 1982-01-01'"
+        ) from error
+    start, end = (str(date)[:10] for date in time.values[[0, -1]])
+    remedy = f"give dates of {start} to {end} that no other period has"
     periods: list[Period] = []
-    taken: set[int] = set()
+    flag_of: dict[int, str] = {}
     for flag, (first, last) in spans.items():
         chosen = np.zeros(time.size, bool)
-        with suppress(AttributeError, TypeError, ValueError):  # not dates
-            months = time.dt.month.values - 1
+        with suppress(TypeError, ValueError):  # not a date
             chosen = np.isin(time, time.sel(time=slice(first, last)))
         positions = np.flatnonzero(chosen)
-        if not positions.size or not taken.isdisjoint(positions):
-            whole = " to ".join(str(date)[:10] for date in time.values[[0, -1]])
-            remedy = f"give dates of {whole} that no other period has"
-            raise DataError(f"{flag} {first} {last}: {remedy}")
-        taken.update(positions)
+        given = f"{flag} {first} {last}"
+        if not positions.size:
+            raise DataError(f"{given}: no times; {remedy}")
+        shared = {flag_of[position] for position in positions if position in flag_of}
+        if shared:
+            others = " and ".join(
+                f"{other} {' '.join(spans[other])}" for other in shared
+            )
+            raise DataError(f"{given}: shares times with {others}; {remedy}")
+        flag_of |= dict.fromkeys(positions, flag)
         periods.append(Period(positions, time.values[positions], months[positions]))
     return periods

@@ -4,6 +4,8 @@ import csv
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -73,6 +75,25 @@ def summary(folder: Path) -> dict:
 def rmse(folder: Path) -> dict[str, float]:
     """The network's RMSE on the test times in a run that has ended, for each unit."""
     return summary(folder)["rmse"]["U-Net"]
+
+
+def run_readers_command(chapter: Path, steps: int, folder: Path) -> str:
+    """Type `python train.py` in a chapter's folder, writing to another; return what it printed.
+
+    AssertionError unless it succeeds, warns of nothing, draws, and leaves no process.
+    """
+    before = programs.running()
+    command = [sys.executable, "train.py", "--output-dir", folder]
+    command += ["--max-steps", str(steps)] if steps != 200 else []  # 200 is the default
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:  # a pipe would wait for all
+        ended = subprocess.run(command, cwd=chapter, stdout=out, stderr=err)
+    said = (folder / "err").read_text()
+    assert [process for process in programs.running() if process not in before] == []
+    assert ended.returncode == 0, said
+    assert "warning" not in said.lower()
+    assert (folder / "fill.png").read_bytes().startswith(b"\x89PNG")
+    assert state(folder)["step"] == steps
+    return (folder / "out").read_text()
 
 
 def check_summary(printed: str) -> float:

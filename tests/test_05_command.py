@@ -1,8 +1,6 @@
 """Chapter 5's command, as a reader types it."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import book
@@ -10,7 +8,7 @@ import numpy as np
 import programs
 import psutil
 import pytest
-from runs import check_summary, state, summary
+from runs import check_summary, run_readers_command, summary
 
 CHAPTER = book.ROOT / "05_model_profiling"
 thorough = pytest.mark.thorough
@@ -23,18 +21,8 @@ thorough = pytest.mark.thorough
 )
 def test_the_readers_command(steps: int, at_most: float, tmp_path: Path) -> None:
     """It makes the small store if it is not there, serves it, trains, and leaves no process."""
-    before = programs.running()
-    command = [sys.executable, "train.py", "--output-dir", tmp_path]
-    command += ["--max-steps", str(steps)] if steps != 200 else []
-    with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:  # a pipe would wait for all
-        ended = subprocess.run(command, cwd=CHAPTER, stdout=out, stderr=err)
-    printed, said = ((tmp_path / name).read_text() for name in ("out", "err"))
-    assert [process for process in programs.running() if process not in before] == []
-    assert ended.returncode == 0, said
+    printed = run_readers_command(CHAPTER, steps, tmp_path)
     assert check_summary(printed) <= at_most
-    assert "warning" not in said.lower()
-    assert (tmp_path / "fill.png").read_bytes().startswith(b"\x89PNG")
-    assert state(tmp_path)["step"] == steps
 
     requests, size = re.search(r"([\d.]+) requests and ([\d.]+) MB for a sample\n", printed).groups()
     metrics = summary(tmp_path)

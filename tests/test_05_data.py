@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -372,13 +373,15 @@ def test_infinity_is_found_where_a_climatology_is_sampled(
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("with_statistics", [True, False])
 def test_a_variable_without_a_value_in_the_training_times_is_refused(
-    with_statistics: bool, winds: xr.Dataset, tmp_path: Path
+    with_statistics: bool, winds: xr.Dataset, kept: Path, tmp_path: Path
 ) -> None:
     empty = winds[["u", "v"]].copy()
     empty["v"] = empty.v.where(empty.time.dt.year > 1983)
     write(tmp_path / "empty", empty, make_statistics(empty) if with_statistics else None)
-    with pytest.raises(errors.DataError, match="--train-times 1982 1983: a variable has no value"):
-        climatology_of(tmp_path / "empty")
+    with pytest.raises(errors.DataError, match="--train-times: no cell has values of all variables"):
+        with warnings.catch_warnings(action="error"):
+            climatology_of(tmp_path / "empty")
+    assert not list(kept.glob("*.npz"))
 
 
 def test_statistics_of_another_grid_are_refused(
@@ -727,21 +730,41 @@ AXES = {
     "spans of time": np.arange(365).astype("timedelta64[D]"),
 }
 OUTSIDE = {  # axis, training times, test times, what is said
-    "not there": ("dates", "2001 2002", "1982 1982", "--train-times 2001 2002: give dates of 1982-01-01 to"),
+    "not there": (
+        "dates",
+        "2001 2002",
+        "1982 1982",
+        "--train-times 2001 2002: no times; give dates of 1982-01-01 to",
+    ),
     "no date": (
         "dates",
         "then now",
         "1982 1982",
-        "--train-times then now: give dates of 1982-01-01 to 1982-12",
+        "--train-times then now: no times; give dates of 1982-01-01 to 1982-12",
     ),
-    "empty": ("dates", "1982-01 1982-06", "1982-12 1982-11", "--test-times 1982-12 1982-11: give dates of"),
-    "overlap": ("dates", "1982-01 1982-06", "1982-06 1982-09", "--test-times .* that no other period has"),
-    "a day of overlap": ("dates", "1982-01 1982-06", "1982-06-30 1982-09", "--test-times .* no other period"),
-    "integers": ("integers", "1982 1982", "1983 1983", "--train-times 1982 1982: "),
-    "integers that are there": ("integers", "0 100", "200 300", "--train-times 0 100: "),
-    "numbers": ("numbers", "0 100", "200 300", "--train-times 0 100: "),
-    "texts": ("texts", "1982-01 1982-06", "1982-07 1982-09", "--train-times 1982-01 1982-06: "),
-    "spans of time": ("spans of time", "0D 9D", "10D 19D", "--train-times 0D 9D: "),
+    "empty": (
+        "dates",
+        "1982-01 1982-06",
+        "1982-12 1982-11",
+        "--test-times 1982-12 1982-11: no times; give dates of",
+    ),
+    "overlap": (
+        "dates",
+        "1982-01 1982-06",
+        "1982-06 1982-09",
+        "--test-times .*: shares times with --train-times 1982-01 1982-06; .* no other",
+    ),
+    "a day of overlap": (
+        "dates",
+        "1982-01 1982-06",
+        "1982-06-30 1982-09",
+        "--test-times .*: shares times with --train-times 1982-01 1982-06;",
+    ),
+    "integers": ("integers", "1982 1982", "1983 1983", "time holds int64, not dates; give it units"),
+    "integers that are there": ("integers", "0 100", "200 300", "time holds int64, not dates; give it units"),
+    "numbers": ("numbers", "0 100", "200 300", "time holds float64, not dates; give it units"),
+    "texts": ("texts", "1982-01 1982-06", "1982-07 1982-09", "time holds .*, not dates; give it units"),
+    "spans of time": ("spans of time", "0D 9D", "10D 19D", "time holds timedelta64.*, not dates; give it"),
 }
 
 
@@ -1133,10 +1156,18 @@ def test_a_patch_fits_the_grid_and_can_be_halved_twice(
     size: int, longitude: np.ndarray, largest: int
 ) -> None:
     grid = grid_of(longitude)
-    message = rf"--patch-size {size}: the grid is 20 x {len(longitude)}; give a multiple of 4 up to {largest}"
+    message = (
+        rf"--patch-size {size}: the grid is 20 x {len(longitude)}; give a multiple of 4 from 16 to {largest}"
+    )
     with pytest.raises(errors.DataError, match=message):
         grid.patch_space(size)
     assert grid.patch_space(largest).size == largest
+
+
+def test_a_grid_without_room_for_the_least_patch_is_named() -> None:
+    grid = data.Grid(np.arange(12.0), np.arange(20.0))
+    with pytest.raises(errors.DataError, match="the grid is 12 x 20; give a store of at least 16 x 16"):
+        grid.patch_space(16)
 
 
 @pytest.fixture

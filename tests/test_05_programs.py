@@ -565,11 +565,11 @@ BAD_INPUT = {
     f"--endpoint https://me:{SECRET}@localhost": ".*--endpoint: credentials .* give them in the environment",
     "--start-method fork": "--start-method fork: .*; give forkserver or spawn",
     "--variables nope": rf"--variables nope: .* not in the store .*; there are {U} \(time, latitude, long",
-    "--train-times 2001 2002": "--train-times 2001 2002: give dates of 1982-01-01 to 1992-12-31",
-    "--train-times 1982 1990": "--validation-times 1990 1990: give dates of .* that no other period has",
+    "--train-times 2001 2002": "--train-times 2001 2002: no times; give dates of 1982-01-01 to 1992-12-31",
+    "--train-times 1982 1990": "--validation-times 1990 1990: shares times with --train-times 1982 1990; give dates of ",
     "--patch-size 12": "--patch-size 12: too small; give at least 16",
-    "--patch-size 18": "--patch-size 18: the grid is 37 x 72; give a multiple of 4 up to 36",
-    "--patch-size 40": "--patch-size 40: the grid is 37 x 72; give a multiple of 4 up to 36",
+    "--patch-size 18": "--patch-size 18: the grid is 37 x 72; give a multiple of 4 from 16 to 36",
+    "--patch-size 40": "--patch-size 40: the grid is 37 x 72; give a multiple of 4 from 16 to 36",
 }
 
 
