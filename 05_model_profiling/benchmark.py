@@ -248,15 +248,10 @@ def run_command(repeats: int) -> list[dict]:
     rows = []
     for _ in tqdm(range(repeats), "command", disable=None):
         with tempfile.TemporaryDirectory() as folder:
-            command = [
-                sys.executable,
-                HERE / "train.py",
-                "--output-dir",
-                folder,
-                *steps,
-            ]
+            command = [sys.executable, HERE / "train.py", "--output-dir", folder]
+            command += steps
             began = perf_counter()
-            subprocess.run(command, check=True, capture_output=True)
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             seconds = perf_counter() - began
             summary = json.loads(Path(folder, "summary.json").read_text())
             rows.append({"wall_seconds": seconds, "summary": summary})
@@ -281,7 +276,7 @@ def plot_loaders(rows: list[dict]) -> Figure:
     above.set(ylabel="new blocks in the step", ylim=(0, None))
     below.set(ylabel="seconds for the step", xlabel="step", ylim=(0, None))
     above.legend(frameon=False)
-    figure.suptitle(f"Batches of {BATCHES[-1]}, training on two cores")
+    figure.suptitle(f"Batches of {BATCHES[-1]}, training on {os.cpu_count()} cores")
     return figure
 
 
@@ -291,8 +286,10 @@ def count_new_blocks(row: dict, steps: np.ndarray) -> list[int]:
     has_phase = row["loader"] == "chapter 5"
     counts = []
     for step in steps:
-        given = step // order.rounds
-        slots = step % order.rounds * order.batch_size + np.arange(order.batch_size)
+        given = step // order.steps_per_round
+        slots = step % order.steps_per_round * order.batch_size + np.arange(
+            order.batch_size
+        )
         if has_phase:
             given = given + slots % PATCHES_PER_BLOCK
         else:
@@ -311,8 +308,9 @@ def save(study: str, rows: list[dict], repeats: int) -> None:
             line.split(": ")[1] for line in lines if line.startswith("model name")
         ]
         cpu = next(iter(models), cpu)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     memory = round(psutil.virtual_memory().total / 2**30)
-    machine = {"cpu": cpu, "cores": os.cpu_count(), "memory_gb": memory, "gpu": None}
+    machine = {"cpu": cpu, "cores": os.cpu_count(), "memory_gb": memory, "gpu": gpu}
     packages = ("torch", "lightning", "xarray", "zarr", "obstore")
     versions = {"python": platform.python_version()}
     versions |= {name: version(name) for name in packages}
@@ -327,6 +325,25 @@ def save(study: str, rows: list[dict], repeats: int) -> None:
     (RESULTS / f"{study}.json").write_text(json.dumps(results) + "\n")
 
 
+def describe_loader(row: dict) -> str:
+    """A row in a line."""
+    where = "beside training" if row["training"] else "alone"
+    rate = row["samples_per_second"]["median"]
+    names = ("steps_median_ms", "steps_p95_ms", "steps_slowest_ms")
+    middle, high, slowest = (row[name]["median"] for name in names)
+    step = f"a step {middle:.0f} ms, 95th percentile {high:.0f}, slowest {slowest:.0f}"
+    loader = f"{row['loader']}, batch {row['batch_size']}, {where}"
+    return f"{loader}: {rate:.0f} samples/s; {step}"
+
+
+def describe_command(row: dict) -> str:
+    """A row in a line."""
+    summary = row["summary"]
+    rate = f"{summary['samples_per_second']:.1f} samples/s"
+    return f"train.py: {row['wall_seconds']:.0f} s, {rate}; RMSE {summary['rmse']['U-Net']}"
+
+
+DESCRIBE = {"loaders": describe_loader, "command": describe_command}
 STUDIES = {"loaders": compare_loaders, "command": run_command}
 
 
@@ -355,7 +372,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
     for study in args.studies or STUDIES:
         found[study] = STUDIES[study](args.repeats)
         for row in found[study]:
-            print(study, row)
+            print(DESCRIBE[study](row))
         if args.save_results:
             save(study, found[study], args.repeats)
             if study == "loaders":

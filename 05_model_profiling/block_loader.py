@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-ORDER_STREAM = 1  # of random numbers: the order of the blocks
+ORDER_STREAM = 1  # of random numbers: the order of the blocks, as in sampling.py
 PATCH_STREAM = 2  # what is cut from a block
 Planned = list[tuple[Future, int]]  # for each sample of a batch: its block, and which
 
@@ -53,20 +53,20 @@ class BlockOrder:
             raise ValueError(f"{self.slots} slots: not a multiple of {self.batch_size}")
 
     @property
-    def rounds(self) -> int:
-        """After so many steps it is the first slots' turn again."""
+    def steps_per_round(self) -> int:
+        """In a round of so many steps each slot gives one sample."""
         return self.slots // self.batch_size
 
     def address(self, step: int, k: int) -> tuple[int, int]:
-        """The read that sample k of a step is from, and which of its samples it is."""
-        slot = step % self.rounds * self.batch_size + k
+        """Of sample k of a step: its read, and its place among that read's samples."""
+        slot = step % self.steps_per_round * self.batch_size + k
         # Each slot begins at a sample of its own. Else all would change blocks at once.
-        given_before = step // self.rounds + slot % self.patches_per_block
+        given_before = step // self.steps_per_round + slot % self.patches_per_block
         reads_before, patch = divmod(given_before, self.patches_per_block)
         return reads_before * self.slots + slot, patch
 
     def block(self, read: int) -> int:
-        """The block of a read: each epoch has every block once."""
+        """The block of a read: each epoch reads every block once."""
         epoch, position = divmod(read, self.blocks)
         return int(epoch_order(self.seed, epoch, self.blocks)[position])
 
@@ -83,7 +83,7 @@ class BlockLoader(IterableDataset):
     a batch of them; it runs in the thread that iterates.
 
     A process holds the samples of at most slots + (depth + 1) * new blocks. Here new is
-    batch_size / patches_per_block, rounded up, and W / gcd(W, rounds) times that in one
+    batch_size / patches_per_block, rounded up, and W / gcd(W, steps_per_round) times that in one
     of W workers. What running calls of read_block hold comes on top.
     """
 
@@ -146,5 +146,5 @@ class BlockLoader(IterableDataset):
         return planned
 
     def finish(self, planned: Planned) -> Any:
-        """The batch, once its blocks are read. A block goes with its last sample."""
+        """The batch, once its blocks are read."""
         return self.make_batch([future.result()[patch] for future, patch in planned])

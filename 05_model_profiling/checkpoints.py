@@ -33,12 +33,17 @@ class StepCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         super().on_train_start(trainer, module)
-        first = trainer.datamodule.first_step
         step = trainer.global_step
+        first = trainer.datamodule.first_step
         if first != step:  # else samples would be repeated or lost, without an error
-            raise RuntimeError(
-                f"data begin at step {first}, and training at step {step}"
-            )
+            reason = f"data begin at step {first}, and training at step {step}"
+            raise RuntimeError(reason)
+        step_of_rank_0 = trainer.strategy.broadcast(step)
+        if (
+            step != step_of_rank_0
+        ):  # else ranks would train on different steps, and hang
+            reason = f"this rank begins at step {step}, and rank 0 at {step_of_rank_0}"
+            raise CheckpointError(f"{reason}; give all nodes the same checkpoint")
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
@@ -62,9 +67,8 @@ def read_first_step(path: str | None, options: dict) -> int:
         missing = PARTS - saved.keys()
     except Exception as error:  # torch raises many kinds, depending on the bytes
         kind = type(error).__name__
-        raise CheckpointError(
-            f"cannot be read ({kind}); give a whole checkpoint"
-        ) from error
+        reason = f"cannot be read ({kind}); give a whole checkpoint"
+        raise CheckpointError(reason) from error
     if missing:
         listed = ", ".join(sorted(missing))
         raise CheckpointError(f"has no {listed}; give one that this chapter wrote")
@@ -73,8 +77,6 @@ def read_first_step(path: str | None, options: dict) -> int:
             before = saved[part].get(name)
             if options[name] != before:
                 flag = f"--{name.replace('_', '-')}"
-                remedy = f"give {flag} that, or no --resume"
-                raise CheckpointError(
-                    f"has {flag} {before}, not {options[name]}; {remedy}"
-                )
+                reason = f"has {flag} {before}, not {options[name]}"
+                raise CheckpointError(f"{reason}; give {flag} that, or no --resume")
     return saved["global_step"]

@@ -38,14 +38,18 @@ def load_climatology(
 ) -> Climatology:
     """From the store's statistics of this span, if it has some, else from a sample.
 
-    DataError if they are of another grid, or if a variable has no value at these times.
+    DataError if they are of another grid, or if a variable has no values or no anomalies.
     """
     name = "_".join([*sorted(reader.variables), *span])
     if len(name) >= 200:  # a file's name may have 255 letters
         name = sha256(name.encode()).hexdigest()
     climatology = read_statistics(reader, name)
     if climatology is None:
-        return keep_sample(reader, training, name)
+        climatology = keep_sample(reader, training, name)
+    for variable, std in zip(reader.variables, climatology.std):
+        if not std > 0:
+            reason = "in the training times it never differs from its month's mean"
+            raise DataError(f"--variables {variable}: {reason}; leave it out")
     return climatology
 
 
@@ -54,18 +58,22 @@ def read_statistics(reader: FieldReader, name: str) -> Climatology | None:
     fields = reader.open()
     group = f"statistics/{name}"
     try:
-        found = xr.open_zarr(reader.store, group=group, chunks=None).load()
+        statistics = xr.open_zarr(reader.store, group=group, chunks=None).load()
     except (FileNotFoundError, KeyError):
         return None
     except (RuntimeError, ValueError) as error:  # a codec's
         raise DataError(f"{group}: {first_line(error)}") from error
-    found = sort_coordinates(found)[reader.variables]
+    for variable in reader.variables:
+        if variable not in statistics or "std" not in statistics[variable].attrs:
+            return None
+    statistics = sort_coordinates(statistics)[reader.variables]
     for dim in ("latitude", "longitude"):
-        if not np.array_equal(found[dim], fields[dim]):
-            raise DataError(f"{group}: it is of another grid; make it anew")
-    mean = found.to_dataarray("variable").astype("float32")
+        if not np.array_equal(statistics[dim], fields[dim]):
+            reason = "its grid differs from the store's"
+            raise DataError(f"{group}: {reason}; run make_store.py again")
+    mean = statistics.to_dataarray("variable").astype("float32")
     mean = mean.transpose("month", "variable", "latitude", "longitude").values
-    std = [found[variable].attrs["std"] for variable in reader.variables]
+    std = [statistics[variable].attrs["std"] for variable in reader.variables]
     climatology = Climatology(mean, np.float32(std))
     require_values(climatology.valid)
     return climatology
@@ -80,24 +88,25 @@ def require_values(valid: np.ndarray) -> None:
 
 def keep_sample(reader: FieldReader, training: Period, name: str) -> Climatology:
     """From a sample of the training times, kept in a file for the next run."""
-    path = KEPT / f"{name}_{identify(reader)}.npz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # of several ranks, one computes
-        if not path.exists():
-            climatology = compute_sample(reader, training)
-            partial = path.with_suffix(".part.npz")
-            np.savez(partial, mean=climatology.mean, std=climatology.std)
-            os.replace(partial, path)
-            print(f"climatology of a sample, kept in {os.path.relpath(path)}")
+    path = KEPT / f"{name}_{identify(reader, training)}.npz"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):  # of several ranks, one computes
+            if not path.exists():
+                climatology = compute_sample(reader, training)
+                partial = path.with_suffix(".part.npz")
+                np.savez(partial, mean=climatology.mean, std=climatology.std)
+                os.replace(partial, path)
+                print(f"climatology of a sample, kept in {os.path.relpath(path)}")
+    except OSError as error:
+        reason = f"the climatology cannot be kept: {error.strerror}"
+        raise DataError(f"{KEPT}: {reason}; make the folder writable") from error
     with np.load(path) as kept:
         return Climatology(kept["mean"], kept["std"])
 
 
-def identify(reader: FieldReader) -> str:
-    """A name for a store, its grid and these variables, in their order.
-
-    A store that is made anew often has other coordinates.
-    """
+def identify(reader: FieldReader, training: Period) -> str:
+    """A name for a store, its grid, its first values and these variables in their order."""
     location = reader.location
     url = location.url
     if "://" not in url:
@@ -106,6 +115,9 @@ def identify(reader: FieldReader) -> str:
     parts = [url, server.hostname, *reader.variables]  # a server's port may change
     fields = reader.open()
     parts += [fields[dim].values.tobytes() for dim in DIMENSIONS]
+    first = {"time": training.positions[0]}
+    parts += [reader.read(variable, first).tobytes() for variable in reader.variables]
+    parts += [TIMES_A_MONTH]
     return sha256(repr(parts).encode()).hexdigest()[:12]
 
 

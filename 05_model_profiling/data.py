@@ -116,11 +116,11 @@ class PatchDataset(Dataset):
         bottom = patch.row + size
         right = patch.column + size
         rows = field[..., patch.row : bottom, :]
-        found = rows[..., patch.column : right]
+        values = rows[..., patch.column : right]
         beyond = right - field.shape[-1]
         if beyond > 0:
-            found = np.concatenate([found, rows[..., :beyond]], axis=-1)
-        return found
+            values = np.concatenate([values, rows[..., :beyond]], axis=-1)
+        return values
 
     def monthly_mean(self, patch: Patch) -> np.ndarray:
         """The climatology of a patch, (variables, H, W)."""
@@ -133,16 +133,15 @@ class PatchDataset(Dataset):
         input (n, variables + 1, H, W): the anomalies that are seen, and where that is;
         target (n, variables, H, W): all anomalies, over their standard deviation;
         unseen (n, 1, H, W): 1 in the cells to be filled;
-        weight (n, 1, H, W): cos(latitude) there.
+        weight (n, 1, H, W): cos(latitude) in the cells to be filled, else 0.
         DataError where a value is missing.
         """
         patches = [each.patch for each in samples]
         mean = np.stack([self.monthly_mean(patch) for patch in patches])
         valid = np.stack([self.cut(self.valid, patch) for patch in patches])
         target = np.stack([each.values for each in samples])
-        target = np.subtract(
-            target, mean, out=mean
-        )  # new memory costs as much as the sum
+        # Reuses the mean's memory: to allocate takes as long as to subtract.
+        target = np.subtract(target, mean, out=mean)
         target /= self.std
         if not valid.all():
             np.copyto(target, 0, where=~valid)
@@ -169,9 +168,8 @@ class PatchDataset(Dataset):
 
     def check_finite(self, target: np.ndarray, patches: list[Patch]) -> None:
         """DataError that names the date of a value that is not finite."""
-        if np.isfinite(
-            target.sum()
-        ):  # quick; each value is looked at only if it is not
+        # Quick: each value is looked at only if the sum is not finite.
+        if np.isfinite(target.sum()):
             return
         bad = ~np.isfinite(target).all(axis=(1, 2, 3))
         if bad.any():

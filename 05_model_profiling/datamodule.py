@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Sampler
 
 from block_loader import BlockLoader, BlockOrder
 from data import PatchDataset
-from evaluation import EVAL_SAMPLES
 from wind_blocks import WindBlocks
 
 # Imported once, by the server that all workers are forked from. No room may be among
@@ -32,8 +31,8 @@ PRELOADED = [
 class StepSampler(Sampler):
     """A rank's slice of the global batch of every step, in micro-batches.
 
-    Each is a list of (step, k). To resume, begin later; on another number of ranks, slice
-    otherwise. Slices are as equal as may be.
+    Each is a list of (step, k). To resume, give `first_step`. Any number of ranks cuts the
+    same global batch, into slices as equal as may be.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class StepSampler(Sampler):
         self.accumulate_grad_batches = accumulate_grad_batches
 
     def __len__(self) -> int:
-        # Of the whole run: Lightning counts those before a resume as fetched.
+        # The whole run's: after a resume Lightning counts the earlier batches as fetched.
         return self.max_steps * self.accumulate_grad_batches
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
@@ -117,7 +116,7 @@ class WindDataModule(LightningDataModule):
             self.order, batches, self.blocks.read_block, self.blocks.make_batch
         )
         if rank == 0:
-            warn_of_rereading(self.num_workers, self.order.rounds * accumulate)
+            warn_of_rereading(self.num_workers, self.order.steps_per_round * accumulate)
         if not self.num_workers:
             return DataLoader(loader, batch_size=None)
         multiprocessing.set_forkserver_preload(PRELOADED)
@@ -131,7 +130,8 @@ class WindDataModule(LightningDataModule):
 
     def eval_loader(self, dataset: PatchDataset) -> DataLoader:
         """This rank's share of the patches that every run is judged on."""
-        numbers = range(self.trainer.global_rank, EVAL_SAMPLES, self.trainer.world_size)
+        rank = self.trainer.global_rank
+        numbers = range(rank, dataset.batch_size, self.trainer.world_size)
         return DataLoader(dataset, sampler=[(0, k) for k in numbers], batch_size=32)
 
 

@@ -18,9 +18,8 @@ def serve_demo_store() -> Iterator[Location]:
     """Make the store, unless it is whole, and serve it over S3 while the block runs."""
     for name in ("make_store.py", "local_s3.py"):
         if not (CLOUD / name).exists():
-            raise DataError(
-                f"--store: there is no {CLOUD / name} to make one; name one"
-            )
+            reason = f"not given, and {CLOUD / name}, which makes one, is missing"
+            raise DataError(f"--store: {reason}; give --store")
     if subprocess.run([sys.executable, CLOUD / "make_store.py"]).returncode:
         sys.exit(2)  # it has said why
     # The server ends with its stdin, and so also if this process is killed.

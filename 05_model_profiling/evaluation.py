@@ -4,9 +4,11 @@ import math
 import sys
 from contextlib import suppress
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from scipy.interpolate import griddata
 from scipy.spatial import QhullError
@@ -17,6 +19,7 @@ from data import PatchDataset
 EVAL_SAMPLES = 96
 EVAL_SEED = 1991  # not --seed: every run is judged on the same patches
 BASELINE = "interpolated anomalies"  # the one to beat
+WAIT = "[_TrainingEpochLoop].train_dataloader_next"  # as Lightning's profilers call it
 
 
 def baselines(
@@ -25,7 +28,7 @@ def baselines(
     """The RMSE of each fill without a network, in each unit."""
     squares: dict[str, np.ndarray] = {}
     weights = 0.0
-    samples = dataset.__getitems__([(0, k) for k in range(EVAL_SAMPLES)])
+    samples = dataset.__getitems__([(0, k) for k in range(dataset.batch_size)])
     for k, sample in enumerate(samples):
         mean = dataset.monthly_mean(dataset.patch(0, k))
         anomaly = dataset.std * sample["target"]
@@ -83,9 +86,8 @@ def interpolate(
         return nearest
     with suppress(QhullError):  # too few cells for a triangle
         linear = griddata(known, values, holes, method="linear").T
-        return np.where(
-            np.isnan(linear), nearest, linear
-        )  # outside their hull: nearest
+        outside_hull = np.isnan(linear)
+        return np.where(outside_hull, nearest, linear)
     return nearest
 
 
@@ -168,25 +170,45 @@ def format_longitude(degrees: float, position: int | None = None) -> str:
     return f"{abs(degrees):g} °{hemisphere}"
 
 
-def throughput(
-    durations: dict[str, list[float]], batch_size: int, accumulate: int
-) -> dict[str, float]:
-    """Samples/s of the loop, and the share of its time spent waiting for data.
+class StepClock(Callback):
+    """Times the loop by the wall clock, without its first step, which starts everything up.
 
-    `durations` are SimpleProfiler's, in seconds. The first step starts everything up and
-    does not count. On a GPU a duration ends when kernels are queued, not when they are done.
+    Seconds of a batch go from the end of the batch before to its own end, so that they
+    include the wait for data, the copy to the device, the step and what is logged.
     """
-    waits = durations["[_TrainingEpochLoop].train_dataloader_next"]
-    works = durations["run_training_batch"]
-    wait = sum(waits[accumulate:])
-    seconds = wait + sum(works[accumulate:])
-    steps = len(works) // accumulate - 1
-    if not seconds:  # no step, or only the first
-        return {}
-    return {
-        "samples_per_second": batch_size * steps / seconds,
-        "data_wait_share": wait / seconds,
-    }
+
+    def __init__(self):
+        self.seconds: list[float] = []
+        self.waits: list[float] = []
+        self.first_batches = 1  # those of the first step
+        self.mark = 0.0
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.first_batches = trainer.accumulate_grad_batches
+        self.waits = trainer.profiler.recorded_durations[WAIT]  # SimpleProfiler's
+        self.mark = perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
+    ) -> None:
+        now = perf_counter()
+        self.seconds.append(now - self.mark)
+        self.mark = now
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.mark = perf_counter()
+
+    def throughput(self, batch_size: int) -> dict[str, float]:
+        """Samples/s, and the share of the time spent waiting for data; {} after one step."""
+        seconds = self.seconds[self.first_batches :]
+        waits = self.waits[self.first_batches : len(self.seconds)]
+        if not seconds:
+            return {}
+        samples = batch_size * len(seconds) / self.first_batches
+        return {
+            "samples_per_second": samples / sum(seconds),
+            "data_wait_share": sum(waits) / sum(seconds),
+        }
 
 
 def peak_memory_gb() -> float:

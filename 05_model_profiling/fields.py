@@ -33,14 +33,17 @@ def select_variables(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
             ]
             choice = "; ".join(listed) or "no variable"
             reason = f"it is not in the store on {', '.join(DIMENSIONS)} alone"
-            raise DataError(f"--variables {name}: {reason}; there are {choice}")
+            needed = "each needs coordinates and more than one value"
+            raise DataError(
+                f"--variables {name}: {reason}; there are {choice}; {needed}"
+            )
         check_values(dataset[name])
     for dim in ("latitude", "longitude"):
         if dataset[dim].dtype.kind not in "iuf":
             raise DataError(f"{dim} holds {dataset[dim].dtype}; it must be in degrees")
     if not all(dataset.indexes[dim].is_unique for dim in DIMENSIONS):
         cause = "it was written twice, or a chunk of it is missing"
-        raise DataError(f"a coordinate repeats: {cause}; write it anew")
+        raise DataError(f"a coordinate has a value twice: {cause}; write it anew")
     return sort_coordinates(dataset)
 
 
@@ -99,9 +102,8 @@ def sort_coordinates(dataset: xr.Dataset) -> xr.Dataset:
     dataset = dataset.assign_coords(longitude=unwrapped)
     for dim in DIMENSIONS.keys() & dataset.indexes.keys():
         index = dataset.indexes[dim]
-        if (
-            index.is_monotonic_decreasing
-        ):  # a slice costs nothing, a sort picks each row
+        # A slice costs nothing, and a sort picks each row.
+        if index.is_monotonic_decreasing:
             dataset = dataset.isel({dim: slice(None, None, -1)})
         elif not index.is_monotonic_increasing:
             dataset = dataset.sortby(dim)

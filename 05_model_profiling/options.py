@@ -68,11 +68,10 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     set_slots(args)
     if args.start_method not in ("forkserver", "spawn"):
         reason = (
-            "the store's client has threads, which no fork copies: workers would hang"
+            "no fork copies the threads of the store's client, so workers would hang"
         )
-        refuse(
-            f"--start-method {args.start_method}: {reason}; give forkserver or spawn"
-        )
+        remedy = "give forkserver or spawn"
+        refuse(f"--start-method {args.start_method}: {reason}; {remedy}")
     check_folder(args.output_dir)
     if args.resume in ("last", "auto"):
         last = Path(args.output_dir, "last.ckpt")
@@ -165,16 +164,18 @@ def add_machine_options(add: Callable) -> None:
 
 def check_numbers(values: dict) -> None:
     """Refuse a number below its least value, and seeds that torch does not take."""
-    least = {"patch_size": 16, "num_workers": 0, "seed": 0, "learning_rate": 0}
+    if not math.isfinite(values["learning_rate"]):
+        refuse(
+            f"--learning-rate {values['learning_rate']}: give a number, such as 0.006"
+        )
+    minimums = {"patch_size": 16, "num_workers": 0, "seed": 0, "learning_rate": 0}
     for name, value in values.items():
-        minimum = least.get(name, 1)
-        if type(value) in (int, float) and not value >= minimum:  # NaN, too
+        minimum = minimums.get(name, 1)
+        if type(value) in (int, float) and value < minimum:
             flag = f"--{name.replace('_', '-')}"
             refuse(f"{flag} {value}: too small; give at least {minimum}")
     if values["seed"] >= 2**64:
         refuse(f"--seed {values['seed']}: too large; give less than 2**64")
-    if math.isinf(values["learning_rate"]):
-        refuse(f"--learning-rate {values['learning_rate']}: too large; give a number")
 
 
 def check_store(store: str | None, endpoint: str | None) -> None:
@@ -189,6 +190,8 @@ def check_store(store: str | None, endpoint: str | None) -> None:
             refuse(f"--store, --endpoint: {reason}; {remedy}")
     if endpoint and not re.match("https?://", endpoint):
         refuse(f"--endpoint {endpoint}: give http://... or https://...")
+    if endpoint and not (store or "").startswith(("s3://", "s3a://")):
+        refuse(f"--endpoint {endpoint}: only for --store s3://...; leave it out")
 
 
 def set_devices(args: argparse.Namespace) -> None:
@@ -220,11 +223,11 @@ def read_environment(*names: str) -> int:
 
 def set_slots(args: argparse.Namespace) -> None:
     """Fill in the slots; refuse a batch that cannot be shared among ranks or slots."""
-    least = args.devices * args.num_nodes * args.accumulate_grad_batches
-    if args.batch_size < least:
+    smallest = args.devices * args.num_nodes * args.accumulate_grad_batches
+    if args.batch_size < smallest:
         ranks = f"{args.devices} devices x {args.num_nodes} nodes"
         reason = f"{ranks} x {args.accumulate_grad_batches} micro-batches"
-        refuse(f"--batch-size {args.batch_size}: {reason} need at least {least}")
+        refuse(f"--batch-size {args.batch_size}: {reason} need at least {smallest}")
     if args.shuffle_slots is None:  # whatever the workers: they decide no result
         args.shuffle_slots = 4 * args.batch_size
     if args.shuffle_slots % args.batch_size:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-# Each use of randomness has a stream of its own: a new one never shifts another.
+# Numbers of the random streams: each use has its own, so that a new one shifts none.
 ORDER_STREAM = 1
 PATCH_STREAM = 2
 
@@ -78,8 +78,8 @@ def swath_masks(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
     start = rng.uniform(0, TRACK_SPACING, (n, 1))
     track = slope * np.arange(size) + start
     first = np.floor(track).astype(int)  # of each row
-    least = first.min(axis=1, keepdims=True)
-    first -= least // TRACK_SPACING * TRACK_SPACING
+    leftmost = first.min(axis=1, keepdims=True)
+    first -= leftmost // TRACK_SPACING * TRACK_SPACING
 
     cells = np.arange(first.max() + size)
     orbit, offset = np.divmod(cells, TRACK_SPACING)

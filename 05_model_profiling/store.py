@@ -52,25 +52,27 @@ class CountingStore(WrapperStore):
 
         DataError if the client has given up, or if a chunk must not be missing.
         """
-        found = None
+        content = None
         try:
-            found = await super().get(key, *how, **more)
+            content = await super().get(key, *how, **more)
         except NotSupportedError as error:
             reason = "shards need range requests, which this server ignores"
             remedy = "copy the store to a disk or a bucket, or write it without shards"
             raise DataError(f"{key}: {reason}; {remedy}") from error
         except (PermissionDeniedError, UnauthenticatedError) as error:
-            # Who may not list a bucket is told of absent metadata that they are forbidden.
+            # S3 answers 403 for an absent object, not 404, if the caller may not list.
             if not key.endswith(METADATA):
-                raise DataError(f"{key}: {first_line(error)}") from error
+                remedy = "check credentials, or give --anonymous"
+                raise DataError(f"{key}: {first_line(error)}; {remedy}") from error
         except Exception as error:  # obstore's errors share no base
             raise DataError(f"{key}: {first_line(error)}") from error
         self.requests += 1  # all reads run in one thread, that of Zarr's event loop
-        if found is not None:
-            self.bytes_read += len(found)
+        if content is not None:
+            self.bytes_read += len(content)
         elif key.split("/")[0] in self.complete and not key.endswith(METADATA):
-            raise DataError(f"{key}: this chunk is missing")
-        return found
+            remedy = "copy it again, or choose other times"
+            raise DataError(f"{key}: this chunk is missing; {remedy}")
+        return content
 
     if hasattr(ZarrStore, "get_ranges"):  # from zarr 3.3 on, shards are read by it
         get_ranges = ZarrStore.get_ranges  # through get(), not past it
@@ -174,13 +176,15 @@ class FieldReader:
         """
         fields = self.open()
         try:
-            found = fields.variables[name].isel(region).load()
+            values = fields.variables[name].isel(region).load()
         except Exception as error:
-            date = np.ravel(fields.time.values[region["time"]])[0]
-            reason = first_line(error)
-            raise DataError(f"{name} of {str(date)[:16]}: {reason}") from error
+            dates = np.atleast_1d(fields.time.values[region["time"]])
+            when = str(dates[0])[:16]
+            if len(dates) > 1:
+                when = f"{len(dates)} times from {when} on"
+            raise DataError(f"{name} of {when}: {first_line(error)}") from error
         dims = ("time", "latitude", "longitude")
-        return found.transpose(*dims, missing_dims="ignore").values
+        return values.transpose(*dims, missing_dims="ignore").values
 
     def read_at_once(self, regions: list[dict]) -> np.ndarray:
         """All variables in each region, (regions, variables, H, W), a thread for each read."""

@@ -1,5 +1,7 @@
 """The winds for the block loader: how a block is read, and how a batch is made of it."""
 
+import sys
+
 import numpy as np
 
 from data import PatchDataset, Sample
@@ -11,8 +13,9 @@ from store import FieldReader
 class WindBlocks:
     """Blocks of whole maps: one time, or all times of a chunk that has several.
 
-    Give at least as many patches as a chunk has times, else an epoch leaves some out.
-    `reader` should be no other's, because what it reads is counted as the training's.
+    A block gives `patches_per_block` patches, of its times in turn. With fewer patches than
+    times, an epoch leaves times out; the constructor prints a note. Share `reader` with
+    nothing else: all that it reads is counted as the training's.
     """
 
     def __init__(
@@ -26,6 +29,10 @@ class WindBlocks:
         starts = np.flatnonzero(np.diff(chunks, prepend=-1))
         self.blocks = np.split(np.arange(len(positions)), starts[1:])  # times of each
         self.counted = np.zeros(2, "int64")
+        longest = max(map(len, self.blocks))
+        if longest > patches_per_block:
+            note = f"note: a chunk has {longest} times, of which an epoch uses"
+            print(f"{note} --patches-per-block {patches_per_block}", file=sys.stderr)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -34,7 +41,7 @@ class WindBlocks:
         """The patches of a block, drawn by `rng`. The maps themselves are not kept."""
         times = self.blocks[block]
         shuffled = rng.permutation(times)
-        drawn = np.resize(shuffled, self.patches_per_block)  # each time equally often
+        drawn = np.resize(shuffled, self.patches_per_block)  # in turn, again and again
         patches = draw_patches(rng, drawn, self.dataset.space)
         names = self.reader.variables
         size = self.dataset.space.size

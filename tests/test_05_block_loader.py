@@ -135,7 +135,7 @@ def test_a_slot_gives_each_sample_of_its_blocks_once_and_in_order() -> None:
     for order in orders():
         rounds = 3 * order.patches_per_block
         given = defaultdict(list)
-        for batch in make_batches(order, rounds * order.rounds):
+        for batch in make_batches(order, rounds * order.steps_per_round):
             for step, k in batch:
                 read, patch = order.address(step, k)
                 given[read % order.slots].append((read, patch))
@@ -152,7 +152,7 @@ def test_an_epoch_reads_every_block_once() -> None:
     for order in orders():
         rounds = order.patches_per_block * ceil(2 * order.blocks / order.slots)
         ended = Counter()
-        for batch in make_batches(order, rounds * order.rounds):
+        for batch in make_batches(order, rounds * order.steps_per_round):
             for step, k in batch:
                 read, patch = order.address(step, k)
                 ended[read] += patch == order.patches_per_block - 1
@@ -166,15 +166,20 @@ def test_an_epoch_reads_every_block_once() -> None:
 def test_every_step_needs_equally_many_new_blocks() -> None:
     """They differ by rounding only. In the first round, each slot takes its first block."""
     for order in orders():
-        steps = order.rounds * (2 * order.patches_per_block + 1)
+        steps = order.steps_per_round * (2 * order.patches_per_block + 1)
         seen, new = set(), []
         for batch in make_batches(order, steps):
             reads = reads_of(order, [batch])
             new.append(len(reads - seen))
             seen |= reads
-        assert set(new[: order.rounds]) == {order.batch_size}
+        assert set(new[: order.steps_per_round]) == {order.batch_size}
         average = order.batch_size / order.patches_per_block
-        assert int(average) <= min(new[order.rounds :]) <= max(new[order.rounds :]) <= ceil(average), order
+        assert (
+            int(average)
+            <= min(new[order.steps_per_round :])
+            <= max(new[order.steps_per_round :])
+            <= ceil(average)
+        ), order
 
 
 def test_epochs_and_seeds_have_orders_and_patches_of_their_own() -> None:
@@ -334,7 +339,7 @@ def test_up_to_four_workers_cost_no_read_by_default(batch: int, workers: int, ru
     """Over two epochs, all workers together read each block once. By default, the slots are four batches."""
     order = make_order(4 * batch, batch, 4 * batch, patches_per_block=8)
     numbers = Numbers(order)
-    steps = 2 * order.rounds * order.patches_per_block
+    steps = 2 * order.steps_per_round * order.patches_per_block
     loader = make_module(numbers, steps, workers=workers).train_loader().dataset
     assert "each block is read" not in capsys.readouterr().err
     batches = make_batches(order, steps)
@@ -467,14 +472,14 @@ def test_no_more_blocks_are_held_than_slots_and_what_is_read_ahead(
         return np.stack(samples)
 
     order = make_order(1000, batch, slots, per_block)
-    batches = make_batches(order, 6 * per_block * order.rounds)[::workers]  # the first worker's
-    new = ceil(batch / per_block) * workers // gcd(workers, order.rounds)
+    batches = make_batches(order, 6 * per_block * order.steps_per_round)[::workers]  # the first worker's
+    new = ceil(batch / per_block) * workers // gcd(workers, order.steps_per_round)
     # A thread may hold the block that it read last for a moment longer. One thread is within the bound.
     loader = rooms.block_loader.BlockLoader(order, batches, read_block, make_batch, ahead, threads=1)
     for _ in loader:
         pass
     assert_end(started())
-    held = slots // gcd(workers, order.rounds)
+    held = slots // gcd(workers, order.steps_per_round)
     assert len(blocks) == len(reads_of(order, batches)) > held + ahead
     assert held < most <= held + (depth + 1) * new
     assert referents(blocks) == []

@@ -7,7 +7,6 @@ import shutil
 import sys
 import threading
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -221,7 +220,7 @@ def test_baselines_are_those_of_chapter_4(
     names: tuple, samples: int, chapter_4, folder: Path, sampled_by_chapter_4: None, monkeypatch
 ) -> None:
     """In each unit, to the bit."""
-    monkeypatch.setattr(evaluation, "EVAL_SAMPLES", samples)
+    monkeypatch.setattr(train, "EVAL_SAMPLES", samples)
     monkeypatch.setattr(chapter_4, "JUDGED_SAMPLES", samples)
     dataset = make_data(folder / "bare", names).test
     *_, then = patches_of_chapter_4(chapter_4, folder / "bare", names)
@@ -293,7 +292,7 @@ def test_a_sample_of_all_times_is_the_climatology_of_all_times(folder: Path, kep
 def test_a_climatology_is_sampled_once_for_each_store(
     folder: Path, winds: xr.Dataset, kept: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    """A second run takes the file. A store that was made anew in the same place, on another grid, has another."""
+    """A second run takes the file. A store made anew in the same place, of another grid or values, has another."""
     path = shutil.copytree(folder / "bare", tmp_path / "store")
     first = climatology_of(path)
     compute = climatology.compute_sample
@@ -305,6 +304,11 @@ def test_a_climatology_is_sampled_once_for_each_store(
     monkeypatch.setattr(climatology, "compute_sample", compute)
     assert climatology_of(path).mean.shape == (12, 2, ROWS - 2, COLUMNS)
     assert len(list(kept.glob("*.npz"))) == 2
+
+    shutil.rmtree(path)
+    write(path, winds[["u", "v"]] + 1)
+    np.testing.assert_allclose(climatology_of(path).mean, first.mean + 1, atol=1e-5)
+    assert len(list(kept.glob("*.npz"))) == 3
 
 
 def test_a_kept_climatology_fits_the_order_of_the_variables(folder: Path, kept: Path) -> None:
@@ -384,12 +388,44 @@ def test_a_variable_without_a_value_in_the_training_times_is_refused(
     assert not list(kept.glob("*.npz"))
 
 
+@pytest.mark.parametrize("with_statistics", [True, False])
+def test_a_variable_that_never_changes_is_refused(
+    with_statistics: bool, winds: xr.Dataset, tmp_path: Path
+) -> None:
+    """Else its anomalies would be divided by a standard deviation of 0."""
+    constant = winds[["u", "v"]].copy()
+    constant["v"] = xr.ones_like(constant.v)
+    write(tmp_path / "constant", constant, make_statistics(constant) if with_statistics else None)
+    with pytest.raises(errors.DataError, match="--variables v: in the training times it never differs"):
+        climatology_of(tmp_path / "constant")
+
+
+def test_statistics_of_another_tool_are_not_taken(
+    winds: xr.Dataset, statistics: xr.Dataset, kept: Path, tmp_path: Path
+) -> None:
+    """A group of the same name without standard deviations."""
+    other = statistics.copy()
+    other.v.attrs = {}
+    write(tmp_path / "other", winds[["u", "v"]], other)
+    climatology_of(tmp_path / "other")
+    assert len(list(kept.glob("*.npz"))) == 1
+
+
+def test_a_climatology_that_cannot_be_kept_is_an_error_with_a_remedy(
+    folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(climatology, "KEPT", tmp_path / "file/climatology")
+    with pytest.raises(errors.DataError, match=r"cannot be kept: .*; make the folder writable"):
+        climatology_of(folder / "bare")
+
+
 def test_statistics_of_another_grid_are_refused(
     winds: xr.Dataset, statistics: xr.Dataset, tmp_path: Path
 ) -> None:
     few = winds[["u", "v"]].isel(time=slice(0, None, 8))
     write(tmp_path / "other", few, statistics.isel(latitude=slice(1, None)))
-    with pytest.raises(errors.DataError, match="statistics/u_v_1982_1983: it is of another grid; make it"):
+    with pytest.raises(errors.DataError, match="statistics/u_v_1982_1983: its grid differs"):
         climatology_of(tmp_path / "other")
 
 
@@ -602,9 +638,12 @@ REFUSED = {  # what becomes of the dataset, and what is said
     ),
     "a time twice": (
         twice,
-        "a coordinate repeats: it was written twice, or a chunk .* missing; write it anew",
+        "a coordinate has a value twice: it was written twice, or a chunk .* missing; write it anew",
     ),
-    "a chunk of longitude lost": (chunk_of_longitude_lost, "a coordinate repeats: .* chunk of it is missing"),
+    "a chunk of longitude lost": (
+        chunk_of_longitude_lost,
+        "a coordinate has a value twice: .* chunk of it is missing",
+    ),
     "no such variable": (lambda winds: winds.drop_vars("v"), rf"--variables v: {ON_GRID} u \(time, lat"),
     "no variable": (lambda winds: winds.drop_vars(["u", "v"]), f"--variables u: {ON_GRID} no variable"),
     "no latitude's values": (lambda winds: winds.drop_vars("latitude"), f"--variables u: {ON_GRID} u"),
@@ -787,6 +826,16 @@ def test_an_integer_time_axis_is_refused(units: str, first: int, winds: xr.Datas
         make_data(tmp_path / "store")
 
 
+@pytest.mark.parametrize("patches_per_block", [4, 8])
+def test_times_that_an_epoch_leaves_out_are_said(patches_per_block: int, folder: Path, capsys) -> None:
+    """A chunk has eight times."""
+    flags = [*flags_for(folder / "whole"), "--patches-per-block", str(patches_per_block)]
+    parsed = options.parse_options("", flags)
+    train.make_data(parsed, store.Location(parsed.store), first_step=0)
+    note = "note: a chunk has 8 times, of which an epoch uses --patches-per-block 4"
+    assert (note in capsys.readouterr().err) == (patches_per_block == 4)
+
+
 # ------------------------------------------------------------------------------ objects that are missing
 
 
@@ -829,7 +878,10 @@ def test_a_missing_chunk_that_would_be_a_number_is_named(
     """With its key, its variable, and the first date of what was read."""
     reader = reader_of(write_with(fill, winds, tmp_path / "store"))
     date = str(winds.time.values[9])[:16]
-    with pytest.raises(errors.DataError, match=rf"v of {date}: v/(c/1/0/1|1\.0\.1): this chunk is missing"):
+    with pytest.raises(
+        errors.DataError,
+        match=rf"v of 3 times from {date} on: v/(c/1/0/1|1\.0\.1): this chunk is missing; copy",
+    ):
         reader.read("v", {"time": slice(9, 12), "latitude": slice(2, 4)})
     west = {"time": 9, "latitude": slice(2, 4), "longitude": slice(0, 20)}
     np.testing.assert_allclose(reader.read("v", west), winds.v[west], atol=0.005)
@@ -1417,23 +1469,36 @@ TIMES = {  # seconds of each wait and each work, micro-batches of a step, sample
     "several steps": ([9, 1, 1, 1], [20, 3, 3, 3], 1, 8 * 3 / 12, 0.25),
     "in micro-batches": ([9, 9, 1, 1, 1, 1], [20, 9, 2, 2, 2, 2], 2, 8 * 2 / 12, 1 / 3),
     "no waiting": ([9, 0, 0], [20, 4, 4], 1, 2.0, 0),
+    "a wait beyond the last step": ([9, 1, 1, 7], [20, 3, 3], 1, 8 * 2 / 8, 0.25),
 }
 
 
+def clock_of(waits: list, works: list, accumulate: int, monkeypatch: pytest.MonkeyPatch):
+    """A clock that saw these seconds pass, and a validation of 100 s after each batch."""
+    now = [0.0]
+    monkeypatch.setattr(evaluation, "perf_counter", lambda: now[0])
+    profiler = SimpleNamespace(recorded_durations={evaluation.WAIT: waits})
+    trainer = SimpleNamespace(accumulate_grad_batches=accumulate, profiler=profiler)
+    clock = evaluation.StepClock()
+    clock.on_train_start(trainer, None)
+    for wait, work in zip(waits, works):
+        now[0] += wait + work
+        clock.on_train_batch_end(trainer, None, None, None, 0)
+        now[0] += 100
+        clock.on_validation_end(trainer, None)
+    return clock
+
+
 @pytest.mark.parametrize("case", TIMES)
-def test_speed_is_that_of_all_steps_but_the_first(case: str) -> None:
+def test_speed_is_that_of_all_steps_but_the_first(case: str, monkeypatch) -> None:
     waits, works, accumulate, rate, share = TIMES[case]
-    durations = {"[_TrainingEpochLoop].train_dataloader_next": waits, "run_training_batch": works}
-    found = evaluation.throughput(durations, 8, accumulate)
+    found = clock_of(waits, works, accumulate, monkeypatch).throughput(8)
     assert found == {"samples_per_second": pytest.approx(rate), "data_wait_share": pytest.approx(share)}
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_run_of_one_step_has_no_speed(steps: int) -> None:
-    durations = defaultdict(list)
-    durations["[_TrainingEpochLoop].train_dataloader_next"] += [1.0] * steps
-    durations["run_training_batch"] += [1.0] * steps
-    assert evaluation.throughput(durations, 8, 1) == {}
+def test_a_run_of_one_step_has_no_speed(steps: int, monkeypatch) -> None:
+    assert clock_of([1.0] * steps, [1.0] * steps, 1, monkeypatch).throughput(8) == {}
 
 
 # ------------------------------------------------------------------------------ loss, schedule, metric
