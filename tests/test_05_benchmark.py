@@ -22,7 +22,7 @@ def script() -> Iterator[ModuleType]:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("nope", "nope: no such study; choose from loaders, command"),
+        ("nope", "nope: no such study; choose from command, loaders"),
         ("--repeats 0", "--repeats 0: give at least 1"),
         ("--quick --save-results", "--save-results: --quick finds nothing worth keeping"),
     ],
