@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 # What a run and the one that resumes it have in common. A checkpoint keeps what the model
 # was made with and what the data were made with apart.
-MODEL_KEYS = ("learning_rate", "max_steps", "seed")
+MODEL_KEYS = ("learning_rate", "max_steps", "seed", "padding")
 DATA_KEYS = (
     "variables",
     "train_times",
@@ -19,6 +19,7 @@ DATA_KEYS = (
     "accumulate_grad_batches",
     "patches_per_block",
     "shuffle_slots",
+    "precision",
 )
 RESUME_KEYS = {"hyper_parameters": MODEL_KEYS, "datamodule_hyper_parameters": DATA_KEYS}
 PARTS = {"global_step", "optimizer_states", *RESUME_KEYS}

@@ -11,10 +11,10 @@ from torchmetrics import MeanMetric
 Batch = dict[str, torch.Tensor]
 
 
-def conv_block(channels_in: int, channels_out: int) -> nn.Sequential:
+def conv_block(channels_in: int, channels_out: int, padding: str) -> nn.Sequential:
     """Two 3x3 convolutions. GroupNorm sees one sample at a time, on whichever rank."""
     layers: list[nn.Module] = []
-    same_size = {"kernel_size": 3, "padding": 1, "padding_mode": "replicate"}
+    same_size = {"kernel_size": 3, "padding": 1, "padding_mode": padding}
     for channels in (channels_in, channels_out):
         layers.append(nn.Conv2d(channels, channels_out, **same_size))
         layers.append(nn.GroupNorm(8, channels_out))
@@ -25,16 +25,17 @@ def conv_block(channels_in: int, channels_out: int) -> nn.Sequential:
 class UNet(nn.Module):
     """A small U-Net, (batch, variables + 1, H, W) to (batch, variables, H, W).
 
-    H and W are multiples of 4.
+    H and W are multiples of 4. `padding` is what a convolution sees beyond the edge: zeros,
+    which its kernel adds by itself, or the edge's values (replicate), a copy of each input.
     """
 
-    def __init__(self, variables: int, width: int = 24):
+    def __init__(self, variables: int, padding: str = "zeros", width: int = 24):
         super().__init__()
-        self.down1 = conv_block(variables + 1, width)
-        self.down2 = conv_block(width, 2 * width)
-        self.bottom = conv_block(2 * width, 4 * width)
-        self.up2 = conv_block(6 * width, 2 * width)  # coarse and middle
-        self.up1 = conv_block(3 * width, width)  # middle and fine
+        self.down1 = conv_block(variables + 1, width, padding)
+        self.down2 = conv_block(width, 2 * width, padding)
+        self.bottom = conv_block(2 * width, 4 * width, padding)
+        self.up2 = conv_block(6 * width, 2 * width, padding)  # coarse and middle
+        self.up1 = conv_block(3 * width, width, padding)  # middle and fine
         self.head = nn.Conv2d(width, variables, kernel_size=1)
         self.shrink = nn.MaxPool2d(2)
         self.grow = nn.Upsample(scale_factor=2, mode="bilinear")
@@ -86,11 +87,16 @@ class FillGaps(LightningModule):
         learning_rate: float,
         max_steps: int,
         seed: int,
+        padding: str = "zeros",
     ):
         super().__init__()
         self.save_hyperparameters()  # load_from_checkpoint needs nothing else
         torch.manual_seed(seed)  # the same weights on every rank
-        self.model = UNet(len(std))
+        self.model = UNet(len(std), padding)
+        # Channels of a cell side by side: the order that the kernels of convolutions want.
+        self.model.to(memory_format=torch.channels_last)
+        spread = torch.tensor(std)[:, None, None]
+        self.register_buffer("std", spread, persistent=False)
         self.mean_squares = nn.ModuleList(MeanMetric() for _ in units)
 
     def on_train_start(self) -> None:
@@ -114,15 +120,14 @@ class FillGaps(LightningModule):
         unseen = unseen.clamp(min=1)
         averaged = self.trainer.world_size * self.trainer.accumulate_grad_batches
         scale = averaged / unseen
-        for parameter in self.parameters():
-            parameter.grad *= scale
+        gradients = [parameter.grad for parameter in self.parameters()]
+        torch._foreach_mul_(gradients, scale)  # one kernel instead of one a parameter
         self.log("loss", squares / unseen, prog_bar=True)
         self.sums = torch.zeros_like(self.sums)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        std = torch.tensor(self.hparams.std, device=self.device)[:, None, None]
         prediction = self.model(batch["input"])
-        error = std * (prediction - batch["target"])
+        error = self.std * (prediction - batch["target"])
         squares = error**2
         for mean_square, numbers in zip(self.mean_squares, self.hparams.units.values()):
             mean_square.update(squares[:, numbers], batch["weight"])
@@ -140,7 +145,7 @@ class FillGaps(LightningModule):
     def configure_optimizers(self) -> dict:
         rate = self.hparams.learning_rate
         factor = partial(learning_rate_factor, max_steps=self.hparams.max_steps)
-        optimizer = torch.optim.AdamW(self.parameters(), lr=rate)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=rate, fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         each_step = {"scheduler": schedule, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": each_step}

@@ -56,6 +56,9 @@ class Options:
     seed: int
     output_dir: str
     resume: str | None
+    precision: str
+    padding: str
+    compile: bool
 
 
 def parse_options(summary: str, argv: list[str] | None = None) -> Options:
@@ -133,6 +136,11 @@ def add_training_options(add: Callable) -> None:
     add(
         "--seed", type=int, default=0, help="decides weights, order, patches and swaths"
     )
+    edges = ("zeros", "replicate")
+    add("--padding", choices=edges, default="zeros", help="beyond a patch's edge")
+    kinds = ("32-true", "bf16-mixed")
+    lower = "bf16-mixed needs hardware for it; without, 32-true is taken"
+    add("--precision", choices=kinds, default="32-true", help=lower)
 
 
 def add_machine_options(add: Callable) -> None:
@@ -144,6 +152,8 @@ def add_machine_options(add: Callable) -> None:
     add("--num-nodes", type=int, help="if not given, the launcher's, or one")
     pieces = "micro-batches in which a rank computes its slice"
     add("--accumulate-grad-batches", type=int, default=1, help=pieces)
+    fuse = "compile the network: minutes at the first step, for long runs"
+    add("--compile", action="store_true", help=fuse)
     waiting = "seconds to wait for another rank"
     add("--process-group-timeout", type=int, default=300, help=waiting)
     workers = "processes that prepare batches, for each rank; 0: none"
@@ -202,6 +212,10 @@ def set_devices(args: argparse.Namespace) -> None:
     on_gpu = has_gpu and args.accelerator != "cpu"
     available = torch.accelerator.device_count() if on_gpu else os.cpu_count()
     kind = "GPUs" if on_gpu else "cores"
+    if args.precision == "bf16-mixed" and not has_bf16(on_gpu):
+        reason = f"these {kind} have no instructions for bfloat16"
+        print(f"note: {reason}; training in float32", file=sys.stderr)
+        args.precision = "32-true"
     if args.devices and args.devices > available:
         refuse(
             f"--devices {args.devices}: give up to {available}, the {kind} there are"
@@ -213,6 +227,14 @@ def set_devices(args: argparse.Namespace) -> None:
     args.devices = args.devices or launched or (available if on_gpu else 1)
     nodes = read_environment("GROUP_WORLD_SIZE", "SLURM_NNODES")
     args.num_nodes = args.num_nodes or nodes or 1
+
+
+def has_bf16(on_gpu: bool) -> bool:
+    """Whether there are instructions for bfloat16. Without, torch would emulate them."""
+    if on_gpu:
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+    flags = torch.cpu.get_capabilities()
+    return any(flags[name] for name in flags if name.endswith("bf16"))
 
 
 def read_environment(*names: str) -> int:

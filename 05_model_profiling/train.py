@@ -3,9 +3,8 @@
     uv run python train.py                # a small store, made and served on this machine
     uv run python train.py --store s3://bucket/winds.zarr --num-workers 1   # beside a GPU
 
-You should see RMSE of the network below that of four baselines, the speed, and a picture.
-What was one script of 1,000 lines is assembled here from the files beside it, each about
-one subject. Read this file first, top to bottom.
+You should see the RMSE of the network below that of four baselines, and a picture. The
+files beside this one have one subject each. Read this one first, from top to bottom.
 """
 
 import gc
@@ -57,6 +56,8 @@ def make_data(options: Options, location: Location, first_step: int) -> WindData
     climatology = load_climatology(reader, training, options.train_times)
     grid = Grid(fields.latitude.values, fields.longitude.values)
     size = options.patch_size
+    batch_size = options.batch_size
+    per_block = options.patches_per_block
 
     def make_dataset(period: Period, batch_size: int, seed: int) -> PatchDataset:
         return PatchDataset(
@@ -64,16 +65,12 @@ def make_data(options: Options, location: Location, first_step: int) -> WindData
         )
 
     blocks = WindBlocks(
-        make_dataset(training, options.batch_size, options.seed),
+        make_dataset(training, batch_size, options.seed),
         FieldReader(location, options.variables),  # its own: only its reads are counted
-        options.patches_per_block,
+        per_block,
     )
     order = BlockOrder(
-        len(blocks),
-        options.batch_size,
-        options.shuffle_slots,
-        options.patches_per_block,
-        options.seed,
+        len(blocks), batch_size, options.shuffle_slots, per_block, options.seed
     )
     return WindDataModule(
         asdict(options),
@@ -101,6 +98,7 @@ def make_trainer(options: Options, callbacks: list[Callback], log: str) -> Train
         accelerator=options.accelerator,
         devices=options.devices,
         num_nodes=options.num_nodes,
+        precision=options.precision,
         strategy=DDPStrategy(timeout=timeout) if several else "auto",
         max_epochs=1,  # the sampler's only epoch is the whole run
         max_steps=options.max_steps,
@@ -126,7 +124,12 @@ def train(options: Options, location: Location) -> dict:
     gc.freeze()  # else the collector stops all reads for 0.4 s to look at modules
     units = group_by_unit(data.blocks.reader.open(), options.variables)
     std = data.test.std.flatten().tolist()
-    model = FillGaps(std, units, options.learning_rate, options.max_steps, options.seed)
+    steps = options.max_steps
+    model = FillGaps(
+        std, units, options.learning_rate, steps, options.seed, options.padding
+    )
+    if options.compile:
+        model.model.compile()  # not the LightningModule: self.log would break the graph
     clock = StepClock()
     counter = RequestCounter()
     log = f"resumed_at_{first_step}" if options.resume else ""
@@ -139,7 +142,7 @@ def train(options: Options, location: Location) -> dict:
     if not trainer.is_global_zero:
         return {}
 
-    metrics: dict = {"steps": options.max_steps}
+    metrics: dict = {"steps": steps}
     metrics |= clock.throughput(options.batch_size)
     metrics["peak_memory_gb"] = evaluation.peak_memory_gb()
     if options.count_requests:

@@ -1610,7 +1610,7 @@ def test_the_sums_of_a_step_are_in_no_checkpoint_and_are_not_broadcast() -> None
     module.training_step(batch_of((0.5,), (1.0,)), 0)
     assert module.sums.tolist() != [0, 0]
     assert all(name.startswith("model.") for name in module.state_dict())
-    assert list(module.buffers()) == []
+    assert dict(module.named_buffers()).keys() == {"std"}  # the same on every rank
     assert len(module.state_dict()) == len(list(module.parameters()))
 
 

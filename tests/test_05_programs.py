@@ -443,6 +443,8 @@ ANOTHER = {  # value of each flag that a resumed run must share
     "--accumulate-grad-batches": "2",
     "--patches-per-block": "4",
     "--shuffle-slots": "4",
+    "--padding": "replicate",
+    "--precision": "bf16-mixed",
 }
 
 
@@ -460,9 +462,10 @@ def test_a_checkpoint_keeps_what_a_resumed_run_must_share(whole: Path) -> None:
 
 @pytest.mark.parametrize("flag", ANOTHER)
 def test_a_run_is_not_resumed_with_another_value(
-    flag: str, folder: Path, whole: Path, tmp_path: Path, refused
+    flag: str, folder: Path, whole: Path, tmp_path: Path, refused, monkeypatch
 ) -> None:
     """It would end at weights that no undisturbed run has."""
+    monkeypatch.setattr("options.has_bf16", lambda on_gpu: True)
     checkpoint, changed = whole / "last.ckpt", [flag, *ANOTHER[flag].split()]
     name = flag[2:].replace("-", "_")
     before, now = getattr(parse(), name), getattr(parse(*changed), name)
