@@ -16,7 +16,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,10 +23,7 @@ import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from types import ModuleType
 
@@ -40,12 +36,12 @@ from tqdm import tqdm
 import train
 from block_loader import BlockOrder
 from demo_store import CLOUD
-from model import FillGaps, masked_sums
+from model import UNet, masked_sums
 from options import parse_options, refuse
+from records import RESULTS, save_rows, spread
 from store import Location
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 BUCKETS = CLOUD / "outputs"
 LATENCY_MS = 30
 PATCHES_PER_BLOCK = 8
@@ -188,12 +184,12 @@ def measure(loader: Loader, endpoint: str, step: Callable | None) -> dict:
 
 
 def make_step() -> Callable[[dict], None]:
-    """A step of training by hand: forward, backward, AdamW."""
-    module = FillGaps([1.0, 1.0], {"m/s": [0, 1]}, 1e-3, 10**6, seed=0)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    """Chapter 4's step by hand: forward, backward, AdamW, without the second part's fixes."""
+    network = UNet(2, padding="replicate")
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
 
     def step(batch: dict[str, torch.Tensor]) -> None:
-        squares, unseen = masked_sums(module.model(batch["input"]), batch)
+        squares, unseen = masked_sums(network(batch["input"]), batch)
         (squares / unseen).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -215,11 +211,6 @@ def summarise(runs: list[dict]) -> dict:
         row[f"{name}_slowest_ms"] = spread(milliseconds.max(axis=1).tolist())
     row["first_run_step_ms"] = [round(1e3 * value, 1) for value in values["steps"][0]]
     return row
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and greatest of some measurements."""
-    return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def compare_loaders(repeats: int) -> list[dict]:
@@ -298,33 +289,6 @@ def count_new_blocks(row: dict, steps: np.ndarray) -> list[int]:
     return counts
 
 
-def save(study: str, rows: list[dict], repeats: int) -> None:
-    """Write results/STUDY.json: the rows, the command, and what they were measured on."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text().splitlines()
-        models = [
-            line.split(": ")[1] for line in lines if line.startswith("model name")
-        ]
-        cpu = next(iter(models), cpu)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    memory = round(psutil.virtual_memory().total / 2**30)
-    machine = {"cpu": cpu, "cores": os.cpu_count(), "memory_gb": memory, "gpu": gpu}
-    packages = ("torch", "lightning", "xarray", "zarr", "obstore")
-    versions = {"python": platform.python_version()}
-    versions |= {name: version(name) for name in packages}
-    results = {
-        "command": f"uv run python benchmark.py {study} --repeats {repeats}",
-        "date": str(date.today()),
-        "machine": machine,
-        "versions": versions,
-        "rows": rows,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{study}.json").write_text(json.dumps(results) + "\n")
-
-
 def describe_loader(row: dict) -> str:
     """A row in a line."""
     where = "beside training" if row["training"] else "alone"
@@ -375,7 +339,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
         for row in found[study]:
             print(DESCRIBE[study](row))
         if args.save_results:
-            save(study, found[study], args.repeats)
+            command = f"uv run python benchmark.py {study} --repeats {args.repeats}"
+            save_rows(study, command, found[study])
             if study == "loaders":
                 plot_loaders(found[study]).savefig(RESULTS / "loaders.png", dpi=100)
     return found

@@ -1,0 +1,215 @@
+"""Chapter 5's fixes: the exact ones change nothing, each does what its name says, and none waits for the device."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import book
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+thorough = pytest.mark.thorough
+CPU = torch.device("cpu")
+EXACT = {
+    "one scaling": {"one_scaling": True},
+    "fused optimizer": {"fused_optimizer": True},
+    "channels last": {"channels_last": True},
+    "computed again": {"checkpointed": True},
+    "micro-batches": {"micro_batches": 2},
+    "all": {
+        "one_scaling": True,
+        "fused_optimizer": True,
+        "channels_last": True,
+        "checkpointed": True,
+        "micro_batches": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rooms() -> Iterator[None]:
+    """The chapter's modules, under their own names while these tests run."""
+    global fixes, model, options, step
+    with book.rooms("05_model_profiling"):
+        import fixes
+        import model
+        import options
+        import step
+
+        yield
+
+
+@pytest.fixture
+def batch():
+    return step.make_batch(4, 16)
+
+
+def weights_after(count: int, batch: dict, **changes: object) -> torch.Tensor:
+    """All weights after some steps in double precision, which rounding does not blur."""
+    each = step.Step(step.Fixes(**changes), batch, CPU, torch.float64)
+    for _ in range(count):
+        each()
+    return torch.cat([parameter.detach().flatten() for parameter in each.network.parameters()])
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["replicate", "zeros"])
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_fixes_end_at_the_same_weights(name: str, padding: bool, batch: dict) -> None:
+    plain = weights_after(3, batch, zero_padding=padding)
+    fixed = weights_after(3, batch, zero_padding=padding, **EXACT[name])
+    torch.testing.assert_close(fixed, plain, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_fixes_have_the_gradients_of_float32(name: str, batch: dict) -> None:
+    changes = step.Fixes(**EXACT[name])
+    assert step.gradient_difference(changes, batch, CPU) < 1e-5
+
+
+def test_padding_and_bfloat16_are_not_exact(batch: dict) -> None:
+    """So the tests above can fail, and these two are judged by RMSE."""
+    plain = weights_after(1, batch)
+    assert (weights_after(1, batch, zero_padding=True) - plain).abs().max() > 1e-4
+    assert step.gradient_difference(step.Fixes(bf16=True), batch, CPU) > 1e-3
+
+
+@thorough
+def test_a_compiled_step_ends_at_the_same_weights_and_compiles_once(batch: dict) -> None:
+    plain = weights_after(3, batch, zero_padding=True)
+    fixed = weights_after(3, batch, zero_padding=True, compiled=True)
+    torch.testing.assert_close(fixed, plain, rtol=1e-9, atol=1e-9)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        weights_after(3, batch, zero_padding=True, compiled=True)
+
+
+@pytest.mark.parametrize(("changes", "at_most"), [({"checkpointed": True}, 0.9), ({"micro_batches": 2}, 0.6)])
+def test_fixes_of_memory_hold_less(changes: dict, at_most: float) -> None:
+    batch = step.make_batch(8, 32)
+    peaks = []
+    for fixes_of in ({}, changes):
+        each = step.Step(step.Fixes(**fixes_of), batch, CPU)
+        each()
+        peaks.append(max(step.held_bytes(each)))
+    assert peaks[1] < at_most * peaks[0]
+
+
+def test_what_a_step_holds_is_counted_in_bytes(batch: dict) -> None:
+    """The fine level alone keeps more than two outputs of 24 channels; all is released in the end."""
+    each = step.Step(step.Fixes(), batch, CPU)
+    each()
+    held = step.held_bytes(each)
+    one_output = 4 * 24 * 16 * 16 * 4
+    assert 5 * one_output < max(held) < 50 * one_output
+    assert held[-1] < max(held) / 4
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that Python asks a tensor for: each would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator is torch.ops.aten._local_scalar_dense.default
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_no_step_by_hand_reads_a_value(fault: bool, batch: dict) -> None:
+    each = step.Step(step.Fixes(one_scaling=True, fused_optimizer=True, loss_read=fault), batch, CPU)
+    each()
+    with Reads() as reads:
+        each()
+    assert reads.count == fault
+
+
+def test_the_models_own_step_reads_no_value(batch: dict, monkeypatch) -> None:
+    """Forward, backward, the scaling and the optimizer, as Lightning calls them."""
+    module = model.FillGaps([2.0, 3.0], {"m/s": [0, 1]}, 1e-3, 10, seed=0)
+    module.on_train_start()
+    optimizer = module.configure_optimizers()["optimizer"]
+    trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=1)
+    monkeypatch.setattr(model.FillGaps, "trainer", trainer)
+    monkeypatch.setattr(module, "log", lambda *_, **__: None)
+    for _ in range(2):
+        with Reads() as reads:
+            module.training_step(batch, 0).backward()
+            module.on_before_optimizer_step(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert reads.count == 0
+
+
+def test_the_model_has_the_exact_fixes() -> None:
+    module = model.FillGaps([2.0, 3.0], {"m/s": [0, 1]}, 1e-3, 10, seed=0)
+    kernels = module.model.down2[0].weight
+    assert kernels.is_contiguous(memory_format=torch.channels_last)
+    assert module.configure_optimizers()["optimizer"].defaults["fused"]
+
+
+def test_the_ladder_has_each_fix_alone_and_then_one_more_at_a_time() -> None:
+    ladder = fixes.make_ladder(CPU)
+    plain = step.Fixes()
+    before = plain
+    for (group, _), rung in ladder.items():
+        if group == "alone":
+            assert differences(rung, plain) == 1
+        if group == "stacked":
+            assert differences(rung, before) == 1
+            before = rung
+    assert fixes.best_fixes(CPU) in ladder.values()
+
+
+def differences(one: object, other: object) -> int:
+    return sum(vars(one)[name] != vars(other)[name] for name in vars(one))
+
+
+@pytest.mark.parametrize(("seconds", "flag"), [(0.5, "bf16-mixed"), (1.0, "32-true"), (4.0, "32-true")])
+def test_bfloat16_is_judged_by_its_time(seconds: float, flag: str) -> None:
+    rows = [
+        {"group": "stacked", "rung": fixes.NAMES["zero_padding"], "seconds": {"median": 1.0}},
+        {"group": "stacked", "rung": fixes.NAMES["bf16"], "seconds": {"median": seconds}},
+    ]
+    assert fixes.judge_bf16(rows).endswith(f"--precision {flag}")
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_without_instructions_for_bfloat16_it_trains_in_float32_and_says_so(
+    has: bool, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has, "amx_bf16": False})
+    flags = ["--accelerator", "cpu", "--precision", "bf16-mixed"]
+    parsed = options.parse_options("", flags)
+    assert parsed.precision == ("bf16-mixed" if has else "32-true")
+    note = "have no instructions for bfloat16; training in float32"
+    assert (note in capsys.readouterr().err) != has
+    reason = fixes.why_not(step.Fixes(bf16=True), CPU)
+    assert reason == (None if has else "not run: no instructions for bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("nope", "nope: no such study; choose from ladder, batch, memory, rmse"),
+        ("--repeats 0", "--repeats 0: give at least 1"),
+        ("--quick --save-results", "--save-results: --quick finds nothing worth keeping"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(flags: str, message: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(fixes, "STUDIES", dict.fromkeys(fixes.STUDIES))  # calling one would fail
+    with pytest.raises(SystemExit, match="2"):
+        fixes.main(flags.split())
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@thorough
+def test_the_quick_form_of_the_studies(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(fixes, "SIZE", dict(fixes.SIZE))
+    found = fixes.main(["--quick", "--repeats", "1"])
+    assert found.keys() == fixes.STUDIES.keys()
+    rungs = {(row["group"], row["rung"]) for row in found["ladder"]}
+    assert rungs == set(fixes.make_ladder(CPU))
+    reasons = [row["error"] for row in found["ladder"] if row["rung"] in ("TF32", "CUDA graph")]
+    if not torch.cuda.is_available():
+        assert set(reasons) == {"not run: needs a GPU"}
+    assert {row["padding"] for row in found["rmse"]} == {"replicate", "zeros"}
+    assert "bfloat16" in capsys.readouterr().out
