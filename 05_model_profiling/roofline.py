@@ -48,7 +48,7 @@ class TrafficCounter(TorchDispatchMode):
         return result
 
 
-def count(step: Step) -> dict[str, int]:
+def count(step: Callable[[], object]) -> dict[str, int]:
     """FLOPs and bytes of one step."""
     with FlopCounterMode(display=False) as flops:
         step()

@@ -183,6 +183,7 @@ def held_bytes(step: Step) -> list[int]:
 
     Without what was there before: weights, their moments, the batch. From the profiler.
     """
+    step.optimizer.zero_grad()  # it could not see the release of older gradients
     activities = [torch.profiler.ProfilerActivity.CPU]
     if step.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
