@@ -44,9 +44,11 @@ class UNet(nn.Module):
         fine = self.down1(x)
         middle = self.down2(self.shrink(fine))
         coarse = self.bottom(self.shrink(middle))
-        middle = torch.cat([self.grow(coarse), middle], dim=1)
+        grown = self.grow(coarse)
+        middle = torch.cat([grown, middle], dim=1)
         middle = self.up2(middle)
-        fine = torch.cat([self.grow(middle), fine], dim=1)
+        grown = self.grow(middle)
+        fine = torch.cat([grown, fine], dim=1)
         fine = self.up1(fine)
         return self.head(fine)
 
@@ -59,9 +61,9 @@ def masked_sums(prediction: torch.Tensor, batch: Batch) -> torch.Tensor:
     """
     error = prediction - batch["target"]
     squares = batch["weight"] * error**2
-    variables = prediction.shape[1]
+    squares = squares.sum() / prediction.shape[1]
     unseen = batch["unseen"].sum()
-    return torch.stack([squares.sum() / variables, unseen])
+    return torch.stack([squares, unseen])
 
 
 def learning_rate_factor(step: int, max_steps: int) -> float:
@@ -70,7 +72,8 @@ def learning_rate_factor(step: int, max_steps: int) -> float:
     decay = max(1, max_steps - warmup)
     rise = min(1, (step + 1) / warmup)
     phase = math.pi * max(0, step - warmup) / decay
-    return rise * 0.5 * (1 + math.cos(phase))
+    fall = 0.5 * (1 + math.cos(phase))
+    return rise * fall
 
 
 class FillGaps(LightningModule):
@@ -95,7 +98,7 @@ class FillGaps(LightningModule):
         self.model = UNet(len(std), padding)
         # Channels of a cell side by side: the order that the kernels of convolutions want.
         self.model.to(memory_format=torch.channels_last)
-        spread = torch.tensor(std)[:, None, None]
+        spread = torch.tensor(std).view(-1, 1, 1)
         self.register_buffer("std", spread, persistent=False)
         self.mean_squares = nn.ModuleList(MeanMetric() for _ in units)
 
@@ -118,8 +121,8 @@ class FillGaps(LightningModule):
             distributed.all_reduce(self.sums)
         squares, unseen = self.sums
         unseen = unseen.clamp(min=1)
-        averaged = self.trainer.world_size * self.trainer.accumulate_grad_batches
-        scale = averaged / unseen
+        scale = self.trainer.world_size / unseen
+        scale *= self.trainer.accumulate_grad_batches
         gradients = [parameter.grad for parameter in self.parameters()]
         torch._foreach_mul_(gradients, scale)  # one kernel instead of one a parameter
         self.log("loss", squares / unseen, prog_bar=True)
@@ -129,8 +132,9 @@ class FillGaps(LightningModule):
         prediction = self.model(batch["input"])
         error = self.std * (prediction - batch["target"])
         squares = error**2
+        weight = batch["weight"]
         for mean_square, numbers in zip(self.mean_squares, self.hparams.units.values()):
-            mean_square.update(squares[:, numbers], batch["weight"])
+            mean_square.update(squares[:, numbers], weight)
 
     def on_validation_epoch_end(self) -> None:
         prefix = "test " if self.trainer.testing else ""
