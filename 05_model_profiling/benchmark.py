@@ -12,7 +12,6 @@ Both loaders run in this process, in turn, from chapter 3's server on the same c
 the first byte after 30 ms. The folders of chapters 3 and 4 must lie beside this one.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -37,8 +36,8 @@ import train
 from block_loader import BlockOrder
 from demo_store import CLOUD
 from model import UNet, masked_sums
-from options import parse_options, refuse
-from records import RESULTS, save_rows, spread
+from options import parse_options
+from records import RESULTS, parse_studies, save_rows, spread
 from store import Location
 
 HERE = Path(__file__).parent
@@ -314,27 +313,12 @@ STUDIES = {"command": run_command, "loaders": compare_loaders}
 
 def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
     """Run the studies that are asked for, print their rows, and save them if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add(
-        "studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; else all"
-    )
-    add("--quick", action="store_true", help="tiny: that it works, not what it finds")
-    add("--repeats", type=int, default=3, help="of each measurement, in turn")
-    add("--save-results", action="store_true", help="write results/")
-    args = parser.parse_args(argv)
-    for study in args.studies:
-        if study not in STUDIES:
-            refuse(f"{study}: no such study; choose from {', '.join(STUDIES)}")
-    if args.repeats < 1:
-        refuse(f"--repeats {args.repeats}: give at least 1")
-    if args.quick and args.save_results:
-        refuse("--save-results: --quick finds nothing worth keeping; leave one out")
+    args = parse_studies(__doc__.splitlines()[0], list(STUDIES), 3, argv)
     if args.quick:
         SIZE.update(QUICK)
     warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated")
     found = {}
-    for study in args.studies or STUDIES:
+    for study in args.studies:
         found[study] = STUDIES[study](args.repeats)
         for row in found[study]:
             print(DESCRIBE[study](row))

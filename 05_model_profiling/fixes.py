@@ -12,7 +12,6 @@ A batch is made once and given to every step, so that no loader plays a part. St
 kinds take turns, so that a machine that slows down slows all of them.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -25,8 +24,8 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from options import has_bf16, refuse
-from records import RESULTS, save_rows, spread
+from options import has_bf16
+from records import RESULTS, parse_studies, save_rows, spread
 from step import Fixes, Step, gradient_difference, held_bytes, make_batch, run_steps
 
 HERE = Path(__file__).parent
@@ -275,26 +274,12 @@ STUDIES = {
 
 def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
     """Run the studies that are asked for, print their rows, and save them if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    names = ", ".join(STUDIES)
-    add("studies", nargs="*", metavar="STUDY", help=f"of {names}; if not given, all")
-    add("--quick", action="store_true", help="tiny: that it works, not what it finds")
-    add("--repeats", type=int, default=5, help="of each measurement; seeds of rmse")
-    add("--save-results", action="store_true", help="write results/")
-    args = parser.parse_args(argv)
-    for study in args.studies:
-        if study not in STUDIES:
-            refuse(f"{study}: no such study; choose from {names}")
-    if args.repeats < 1:
-        refuse(f"--repeats {args.repeats}: give at least 1")
-    if args.quick and args.save_results:
-        refuse("--save-results: --quick finds nothing worth keeping; leave one out")
+    args = parse_studies(__doc__.splitlines()[0], list(STUDIES), 5, argv)
     if args.quick:
         SIZE.update(QUICK)
     device = torch.accelerator.current_accelerator(True) or torch.device("cpu")
     found = {}
-    for study in args.studies or STUDIES:
+    for study in args.studies:
         rows = STUDIES[study](args.repeats, device)
         found[study] = rows
         for row in rows:

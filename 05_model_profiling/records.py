@@ -1,5 +1,6 @@
-"""What was measured, kept with its command, its machine and its versions."""
+"""Studies on a command line, and their results with the machine and its versions."""
 
+import argparse
 import json
 import os
 import platform
@@ -11,8 +12,33 @@ from statistics import median
 import psutil
 import torch
 
+from options import refuse
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "lightning", "xarray", "zarr", "obstore")
+
+
+def parse_studies(
+    summary: str, studies: list[str], repeats: int, argv: list[str] | None
+) -> argparse.Namespace:
+    """Which studies to run, and how; exits with code 2 and a remedy if one is wrong."""
+    parser = argparse.ArgumentParser(description=summary)
+    add = parser.add_argument
+    names = ", ".join(studies)
+    add("studies", nargs="*", metavar="STUDY", help=f"of {names}; if not given, all")
+    add("--quick", action="store_true", help="tiny: that it works, not what it finds")
+    add("--repeats", type=int, default=repeats, help="of each measurement, in turn")
+    add("--save-results", action="store_true", help="write results/")
+    args = parser.parse_args(argv)
+    for study in args.studies:
+        if study not in studies:
+            refuse(f"{study}: no such study; choose from {names}")
+    if args.repeats < 1:
+        refuse(f"--repeats {args.repeats}: give at least 1")
+    if args.quick and args.save_results:
+        refuse("--save-results: --quick finds nothing worth keeping; leave one out")
+    args.studies = args.studies or studies
+    return args
 
 
 def save_rows(name: str, command: str, rows: list[dict]) -> None:
