@@ -125,7 +125,7 @@ class FillGaps(LightningModule):
         scale *= self.trainer.accumulate_grad_batches
         gradients = [parameter.grad for parameter in self.parameters()]
         torch._foreach_mul_(gradients, scale)  # one kernel instead of one a parameter
-        self.log("loss", squares / unseen, prog_bar=True)
+        self.log("loss", squares / unseen)
         self.sums = torch.zeros_like(self.sums)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -9,36 +9,29 @@ files beside this one have one subject each. Read this one first, from top to bo
 
 import gc
 import json
-import logging
-import os
-import sys
-import warnings
-from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.profilers import Profiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
-from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import evaluation
 from block_loader import BlockOrder
-from checkpoints import CheckpointError, StepCheckpoint, read_first_step
+from checkpoints import StepCheckpoint, read_first_step
 from climatology import load_climatology
+from command_line import call_with_store, run
 from data import Grid, PatchDataset
 from datamodule import WindDataModule
-from demo_store import serve_demo_store
-from errors import DataError, first_line
 from evaluation import EVAL_SAMPLES, EVAL_SEED, StepClock
 from fields import Period, group_by_unit, split_times
 from model import FillGaps
-from options import Options, parse_options, refuse
+from options import Options
 from store import FieldReader, Location, RequestCounter
 from wind_blocks import WindBlocks
 
@@ -84,14 +77,38 @@ def make_data(options: Options, location: Location, first_step: int) -> WindData
     )
 
 
-def make_trainer(options: Options, callbacks: list[Callback], log: str) -> Trainer:
+def make_model(options: Options, data: WindDataModule) -> FillGaps:
+    """The network for these data, with its loss and its learning rate."""
+    units = group_by_unit(data.blocks.reader.open(), options.variables)
+    std = data.test.std.flatten().tolist()
+    steps = options.max_steps
+    rate = options.learning_rate
+    model = FillGaps(std, units, rate, steps, options.seed, options.padding)
+    if options.compile:
+        model.model.compile()  # not the LightningModule: self.log would break the graph
+    return model
+
+
+class LossBar(TQDMProgressBar):
+    """Shows the last loss. With prog_bar=True, Lightning would read it in every step."""
+
+    def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict:
+        metrics = super().get_metrics(trainer, module)
+        if "loss" in trainer.callback_metrics:
+            metrics["loss"] = trainer.callback_metrics["loss"].item()
+        return metrics
+
+
+def make_trainer(
+    options: Options, callbacks: list[Callback], log: str, profiler: Profiler
+) -> Trainer:
     """Lightning's loop, as the flags have it."""
     folder = options.output_dir
     every = options.checkpoint_every
     checkpoints = StepCheckpoint(
         folder, "last", every_n_train_steps=every, enable_version_counter=False
     )
-    progress = TQDMProgressBar(options.log_every)
+    progress = LossBar(options.log_every)
     timeout = timedelta(seconds=options.process_group_timeout)
     several = options.devices * options.num_nodes > 1
     return Trainer(
@@ -109,7 +126,7 @@ def make_trainer(options: Options, callbacks: list[Callback], log: str) -> Train
         log_every_n_steps=options.log_every,
         use_distributed_sampler=False,
         enable_model_summary=False,
-        profiler=SimpleProfiler(),
+        profiler=profiler,
         logger=CSVLogger(folder, "", log, flush_logs_every_n_steps=every),
         callbacks=[*callbacks, checkpoints, LearningRateMonitor(), progress],
     )
@@ -122,18 +139,12 @@ def train(options: Options, location: Location) -> dict:
     first_step = read_first_step(options.resume, asdict(options))
     data = make_data(options, location, first_step)
     gc.freeze()  # else the collector stops all reads for 0.4 s to look at modules
-    units = group_by_unit(data.blocks.reader.open(), options.variables)
-    std = data.test.std.flatten().tolist()
-    steps = options.max_steps
-    model = FillGaps(
-        std, units, options.learning_rate, steps, options.seed, options.padding
-    )
-    if options.compile:
-        model.model.compile()  # not the LightningModule: self.log would break the graph
+    model = make_model(options, data)
+    units = model.hparams.units
     clock = StepClock()
     counter = RequestCounter()
     log = f"resumed_at_{first_step}" if options.resume else ""
-    trainer = make_trainer(options, [clock, counter], log)
+    trainer = make_trainer(options, [clock, counter], log, SimpleProfiler())
 
     trainer.fit(model, datamodule=data, ckpt_path=options.resume)
     folder = Path(options.output_dir)
@@ -142,7 +153,7 @@ def train(options: Options, location: Location) -> dict:
     if not trainer.is_global_zero:
         return {}
 
-    metrics: dict = {"steps": steps}
+    metrics: dict = {"steps": options.max_steps}
     metrics |= clock.throughput(options.batch_size)
     metrics["peak_memory_gb"] = evaluation.peak_memory_gb()
     if options.count_requests:
@@ -160,41 +171,8 @@ def train(options: Options, location: Location) -> dict:
 
 def main(argv: list[str] | None = None) -> dict:
     """Train on the store that is named, or on a small one; errors end with code 2."""
-    options = parse_options(__doc__.splitlines()[0], argv)
-    for package in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(package).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="lightning|zarr")
-    warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated")
-    named = Location(
-        options.store or "", options.endpoint, options.anonymous, options.retry_timeout
-    )
-    try:
-        with nullcontext(named) if options.store else serve_demo_store() as location:
-            return train(options, location)
-    except DataError as error:
-        print(file=sys.stderr)  # below the progress bar
-        reason = str(error).split("DataError: ")[-1].strip()  # a worker's has its stack
-        if not reason.startswith("--"):
-            reason = f"--store {options.store or '(the demo store)'}: {reason}"
-        refuse(reason)
-    except CheckpointError as error:
-        refuse(f"--resume {options.resume}: {error}")
-    except RuntimeError as error:
-        of_group = isinstance(error, distributed.DistBackendError)
-        if not of_group and "gloo" not in str(error):
-            raise
-        print(f"\n{first_line(error)}", file=sys.stderr)
-        reason = "its own last line, above or in that rank's log, says why"
-        refuse(f"another rank failed, or does not answer; {reason}")
+    return call_with_store(train, __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":
-    code = 0
-    try:
-        main()
-    except SystemExit as end:
-        code = end.code or 0
-    sys.stdout.flush()
-    # Not sys.exit: it would draw a progress bar below the reason, and threads of gloo that
-    # outlive their group would abort the end of Python.
-    os._exit(code)
+    run(main)

@@ -1,0 +1,205 @@
+"""Chapter 5: run a training under Lightning's profilers, and read what they wrote.
+
+    uv run python profiler.py                    # a few steps of train.py
+    uv run python profiler.py --batch-size 32    # with any of its flags
+
+You should see where a step's time goes, the longest operators and gaps, and whether a known
+fault shows. The files stay in outputs/profiler/: open a trace in https://ui.perfetto.dev.
+
+A profiler slows down what it looks at, so each has a training of its own:
+
+    simple    times Lightning's hooks
+    advanced  times Python's functions (cProfile)
+    trace     notes when each operator of a few steps begins and ends
+    stacks    the same for one step, with the line of Python that called each operator
+"""
+
+import os
+import pstats
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+# Before torch is loaded: its tracer reports on GPUs that are not there.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+from lightning.pytorch.profilers import (
+    AdvancedProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
+from torch import distributed
+from torch._C._profiler import _ExperimentalConfig
+
+import train
+from command_line import call_with_store, run
+from options import Options
+from store import Location
+from traces import DATA, Report, describe, load, read_trace
+
+STEPS = 12  # of each training: at least as many as a schedule below has
+SCHEDULES = {"trace": {"wait": 5, "warmup": 1, "active": 4}}
+SCHEDULES["stacks"] = {"wait": 5, "warmup": 1, "active": 2}
+HERE = Path(__file__).parent
+OPENING = re.compile(r"open_(zarr|group|array|dataset|mfdataset|consolidated)$|h5open")
+
+
+@dataclass(frozen=True)
+class LoaderProfile:
+    """What Python did while the loop waited for data, in the process that trains."""
+
+    function: str  # that with the most time of its own
+    place: str
+    share: float  # of the wait
+    opens: float  # files or stores opened in a step
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What all profilers say of a training."""
+
+    report: Report
+    loader: LoaderProfile
+    step_ms: float  # under the simple profiler, the median
+
+    @property
+    def verdict(self) -> str:
+        """The first fault in a few words; "none" if there is none."""
+        if not self.report.findings:
+            return "none"
+        cause = self.report.findings[0].cause
+        if cause == DATA and self.loader.opens >= 1:
+            return "stores opened for each batch"
+        return cause
+
+
+def make_profiler(kind: str, folder: Path) -> Profiler:
+    """One of the four, which writes into an empty folder of its own."""
+    folder = folder / kind
+    shutil.rmtree(folder, ignore_errors=True)  # Lightning would append
+    folder.mkdir(parents=True)
+    if kind == "simple":
+        return SimpleProfiler(folder, kind)
+    if kind == "advanced":
+        return AdvancedProfiler(folder, kind, dump_stats=True)
+
+    def write(profiler: torch.profiler.profile) -> None:
+        rank = distributed.get_rank() if distributed.is_initialized() else 0
+        profiler.export_chrome_trace(str(folder / f"rank_{rank}.json.gz"))
+
+    schedule = torch.profiler.schedule(**SCHEDULES[kind], repeat=1)
+    settings = {"schedule": schedule, "on_trace_ready": write}
+    if kind == "stacks":
+        settings["with_stack"] = True  # and into each event, for find_place:
+        settings["experimental_config"] = _ExperimentalConfig(verbose=True)
+    return PyTorchProfiler(folder, kind, **settings)
+
+
+def profile_training(fit: Callable[[Profiler], None], folder: Path) -> Profile:
+    """Train with each profiler, and read what they wrote.
+
+    `fit` makes a Trainer with the profiler that it is given and trains for STEPS steps. The
+    files stay in `folder`.
+    """
+    simple = make_profiler("simple", folder)
+    fit(simple)
+    for kind in ("advanced", "trace", "stacks"):
+        fit(make_profiler(kind, folder))
+    report = read_trace(load(folder / "trace/rank_0.json.gz"))
+    stacks = read_trace(load(folder / "stacks/rank_0.json.gz"))
+    report = add_places(report, stacks)
+    step_ms = 1e3 * median_step(simple.recorded_durations)
+    return Profile(report, read_loader(folder / "advanced"), step_ms)
+
+
+def add_places(report: Report, stacks: Report) -> Report:
+    """The report of the undisturbed steps, with the lines of Python from the other trace."""
+    places = {finding.cause: finding.place for finding in stacks.findings}
+    findings = []
+    for finding in report.findings:
+        place = places.get(finding.cause, finding.place)
+        findings.append(replace(finding, place=place))
+    return replace(report, findings=findings, waits=stacks.waits)
+
+
+def median_step(durations: dict[str, list[float]]) -> float:
+    """Seconds of a step with its wait for data, from the simple profiler."""
+    total = 0.0
+    for name in ("run_training_batch", "[_TrainingEpochLoop].train_dataloader_next"):
+        total += median(durations[name])
+    return total
+
+
+def read_loader(folder: Path) -> LoaderProfile:
+    """What cProfile saw of the wait for data."""
+    (path,) = folder.glob("*train_dataloader_next.prof")
+    stats = pstats.Stats(str(path))
+    longest = ("", "", 0.0)
+    opens = 0
+    for (file, line, name), (_, calls, own, _, callers) in stats.stats.items():
+        place = f"{Path(file).name}:{line}"
+        if file == "~" and callers:  # written in C: say who called it
+            file, line, caller = max(callers, key=lambda each: callers[each][2])
+            place = f"called by {caller}, {Path(file).name}:{line}"
+        if own > longest[2]:
+            longest = (name, place, own)
+        if OPENING.search(name):
+            opens = max(opens, calls)  # one may call the other
+    function, place, own = longest
+    return LoaderProfile(function, place, own / stats.total_tt, opens / STEPS)
+
+
+def describe_profile(profile: Profile, folder: Path) -> str:
+    """A profile as text."""
+    report = profile.report
+    loader = profile.loader
+    traced = report.step_ms / profile.step_ms
+    lines = [
+        describe(report),
+        f"While it waits for data: {loader.share:.0%} in {loader.function}, {loader.place}",
+    ]
+    if loader.opens >= 1:
+        lines.append(
+            f"  {loader.opens:.0f} stores or files are opened a step; open once"
+        )
+    lines.append(
+        f"A step takes {profile.step_ms:.1f} ms, and {traced:.2f} times as long"
+    )
+    lines.append(f"in the trace. The files are in {folder}")
+    return "\n".join(lines)
+
+
+def profile_chapter(options: Options, location: Location) -> Profile:
+    """Profile the training of train.py."""
+    options = replace(options, max_steps=STEPS, resume=None)
+    folder = Path(options.output_dir)
+    data = train.make_data(options, location, first_step=0)
+
+    def fit(profiler: Profiler) -> None:
+        model = train.make_model(options, data)
+        train.make_trainer(options, [], "", profiler).fit(model, datamodule=data)
+
+    profile = profile_training(fit, folder)
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(describe_profile(profile, os.path.relpath(folder)))
+    return profile
+
+
+def main(argv: list[str] | None = None) -> Profile:
+    """Profile a training with train.py's flags; errors end as its do."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--output-dir" not in argv:
+        name = re.sub(r"[^\w.]+", "-", " ".join(argv)).strip("-") or "default"
+        argv = [*argv, "--output-dir", str(HERE / "outputs/profiler" / name)]
+    return call_with_store(profile_chapter, __doc__.splitlines()[0], argv)
+
+
+if __name__ == "__main__":
+    run(main)
