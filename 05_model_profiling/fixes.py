@@ -41,6 +41,7 @@ NAMES = {
     "channels_last": "channels_last",
     "zero_padding": "zero padding",
     "bf16": "bfloat16",
+    "plain_norm": "GroupNorm in plain order, in bfloat16",
     "compiled": "torch.compile",
     "tf32": "TF32",
     "pinned": "pinned memory, copied meanwhile",
@@ -48,7 +49,14 @@ NAMES = {
     "loss_read": "fault: .item() in each step",
 }
 ON_GPU_ONLY = {"tf32", "pinned", "cuda_graph"}
-STACK = ("one_scaling", "fused_optimizer", "channels_last", "zero_padding", "bf16")
+STACK = (
+    "one_scaling",
+    "fused_optimizer",
+    "channels_last",
+    "zero_padding",
+    "bf16",
+    "plain_norm",
+)
 
 
 def start(steps: dict[str, Step]) -> tuple[dict[str, float], dict[str, str]]:
@@ -225,7 +233,7 @@ def describe(study: str, row: dict) -> str:
 def judge_bf16(rows: list[dict]) -> str:
     """Whether bfloat16 pays here, from the ladder's rows: capability is not enough."""
     stacked = {row["rung"]: row for row in rows if row["group"] == "stacked"}
-    with_it = stacked[NAMES["bf16"]]
+    with_it = stacked[NAMES["plain_norm"]]
     if "error" in with_it:
         return f"bfloat16: {with_it['error']}; train with --precision 32-true"
     without = stacked[NAMES["zero_padding"]]

@@ -14,6 +14,7 @@ A profiler slows down what it looks at, so each has a training of its own:
     stacks    the same for one step, with the line of Python that called each operator
 """
 
+import gzip
 import os
 import pstats
 import re
@@ -42,11 +43,13 @@ import train
 from command_line import call_with_store, run
 from options import Options
 from store import Location
-from traces import DATA, Report, describe, load, read_trace
+from traces import COMPILING, DATA, Report, describe, load, read_trace
 
-STEPS = 12  # of each training: at least as many as a schedule below has
-SCHEDULES = {"trace": {"wait": 5, "warmup": 1, "active": 4}}
-SCHEDULES["stacks"] = {"wait": 5, "warmup": 1, "active": 2}
+STEPS = 10  # of each training
+SCHEDULES = {
+    "trace": {"wait": 3, "warmup": 1, "active": 4},
+    "stacks": {"wait": 3, "warmup": 1, "active": 2},
+}
 HERE = Path(__file__).parent
 OPENING = re.compile(r"open_(zarr|group|array|dataset|mfdataset|consolidated)$|h5open")
 
@@ -72,9 +75,7 @@ class Profile:
     @property
     def verdict(self) -> str:
         """The first fault in a few words; "none" if there is none."""
-        if not self.report.findings:
-            return "none"
-        cause = self.report.findings[0].cause
+        cause = self.report.first
         if cause == DATA and self.loader.opens >= 1:
             return "stores opened for each batch"
         return cause
@@ -92,14 +93,19 @@ def make_profiler(kind: str, folder: Path) -> Profiler:
 
     def write(profiler: torch.profiler.profile) -> None:
         rank = distributed.get_rank() if distributed.is_initialized() else 0
-        profiler.export_chrome_trace(str(folder / f"rank_{rank}.json.gz"))
+        path = folder / f"rank_{rank}.json"
+        profiler.export_chrome_trace(str(path))
+        with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
+            shutil.copyfileobj(plain, packed)  # torch's own .gz takes ten times as long
+        path.unlink()
 
     schedule = torch.profiler.schedule(**SCHEDULES[kind], repeat=1)
     settings = {"schedule": schedule, "on_trace_ready": write}
     if kind == "stacks":
         settings["with_stack"] = True  # and into each event, for find_place:
         settings["experimental_config"] = _ExperimentalConfig(verbose=True)
-    return PyTorchProfiler(folder, kind, **settings)
+    # Its marks of modules would break the graphs of torch.compile.
+    return PyTorchProfiler(folder, kind, record_module_names=False, **settings)
 
 
 def profile_training(fit: Callable[[Profiler], None], folder: Path) -> Profile:
@@ -110,13 +116,16 @@ def profile_training(fit: Callable[[Profiler], None], folder: Path) -> Profile:
     """
     simple = make_profiler("simple", folder)
     fit(simple)
-    for kind in ("advanced", "trace", "stacks"):
-        fit(make_profiler(kind, folder))
-    report = read_trace(load(folder / "trace/rank_0.json.gz"))
-    stacks = read_trace(load(folder / "stacks/rank_0.json.gz"))
-    report = add_places(report, stacks)
     step_ms = 1e3 * median_step(simple.recorded_durations)
-    return Profile(report, read_loader(folder / "advanced"), step_ms)
+    fit(make_profiler("advanced", folder))
+    loader = read_loader(folder / "advanced")
+    fit(make_profiler("trace", folder))
+    report = read_trace(load(folder / "trace/rank_0.json.gz"))
+    if report.first not in (DATA, COMPILING):  # no line of the step would explain them
+        fit(make_profiler("stacks", folder))
+        stacks = read_trace(load(folder / "stacks/rank_0.json.gz"))
+        report = add_places(report, stacks)
+    return Profile(report, loader, step_ms)
 
 
 def add_places(report: Report, stacks: Report) -> Report:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model import Batch, UNet, masked_sums
+from model import Batch, GroupNorm, UNet, masked_sums
 from sampling import swath_masks
 
 
@@ -31,6 +31,7 @@ class Fixes:
     channels_last: bool = False  # a cell's channels side by side in memory
     zero_padding: bool = False  # instead of a copy of each input with its edge repeated
     bf16: bool = False  # convolutions in bfloat16, by autocast
+    plain_norm: bool = False  # with bf16: GroupNorm in the plain order of memory
     compiled: bool = False  # operators fused into kernels of its own
     tf32: bool = False  # GPU: float32 products with 10 bits of mantissa
     pinned: bool = False  # GPU: batches copied while the step before still runs
@@ -79,6 +80,9 @@ class Step:
         torch.manual_seed(0)
         padding = "zeros" if fixes.zero_padding else "replicate"
         network = UNet(2, padding).to(self.device, dtype)
+        for module in network.modules():
+            if isinstance(module, GroupNorm):
+                module.plain_order = fixes.plain_norm
         if fixes.channels_last:
             network.to(memory_format=torch.channels_last)
         if fixes.checkpointed:

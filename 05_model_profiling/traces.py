@@ -49,7 +49,13 @@ ADVICE = {
     CALLBACKS: "do it every N steps",
 }
 READING = {"aten::item", "aten::_local_scalar_dense"}
-COPYING = {"aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy"}
+COPYING = {
+    "aten::to",
+    "aten::_to_copy",
+    "aten::copy_",
+    "aten::clone",
+    "aten::contiguous",
+}
 SENDING = ("c10d::", "_c10d_functional::", "nccl:", "gloo:")
 SPAN = "[pl][profile]"
 SMALL = (
@@ -105,6 +111,11 @@ class Report:
     waits: list[tuple[str, str, float]]  # operator, place, number a step
     findings: list[Finding]
     device_busy: float | None  # None without a GPU
+
+    @property
+    def first(self) -> str:
+        """The cause that takes the largest share; "none" if no cause takes much."""
+        return self.findings[0].cause if self.findings else "none"
 
 
 def load(path: Path) -> list[dict]:

@@ -168,7 +168,7 @@ def differences(one: object, other: object) -> int:
 def test_bfloat16_is_judged_by_its_time(seconds: float, flag: str) -> None:
     rows = [
         {"group": "stacked", "rung": fixes.NAMES["zero_padding"], "seconds": {"median": 1.0}},
-        {"group": "stacked", "rung": fixes.NAMES["bf16"], "seconds": {"median": seconds}},
+        {"group": "stacked", "rung": fixes.NAMES["plain_norm"], "seconds": {"median": seconds}},
     ]
     assert fixes.judge_bf16(rows).endswith(f"--precision {flag}")
 
