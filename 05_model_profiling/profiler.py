@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from time import perf_counter, process_time
 
 # Before torch is loaded: its tracer reports on GPUs that are not there.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -51,6 +52,7 @@ SCHEDULES = {
     "stacks": {"wait": 3, "warmup": 1, "active": 2},
 }
 HERE = Path(__file__).parent
+WAITING = re.compile("acquire|poll|read|select|sleep")
 OPENING = re.compile(r"open_(zarr|group|array|dataset|mfdataset|consolidated)$|h5open")
 
 
@@ -71,6 +73,8 @@ class Profile:
     report: Report
     loader: LoaderProfile
     step_ms: float  # under the simple profiler, the median
+    seconds: dict[str, float]  # of the whole training with each profiler
+    cores_busy: float  # on average, in the training with the simple one
 
     @property
     def verdict(self) -> str:
@@ -114,18 +118,35 @@ def profile_training(fit: Callable[[Profiler], None], folder: Path) -> Profile:
     `fit` makes a Trainer with the profiler that it is given and trains for STEPS steps. The
     files stay in `folder`.
     """
-    simple = make_profiler("simple", folder)
-    fit(simple)
+    seconds = {}
+
+    def run(kind: str) -> Profiler:
+        profiler = make_profiler(kind, folder)
+        began = perf_counter()
+        fit(profiler)
+        seconds[kind] = perf_counter() - began
+        return profiler
+
+    began = process_time()
+    simple = run("simple")
+    cores_busy = (process_time() - began) / seconds["simple"]
     step_ms = 1e3 * median_step(simple.recorded_durations)
-    fit(make_profiler("advanced", folder))
+    run("advanced")
     loader = read_loader(folder / "advanced")
-    fit(make_profiler("trace", folder))
-    report = read_trace(load(folder / "trace/rank_0.json.gz"))
+    run("trace")
+    report = read_rank_0(folder / "trace")
     if report.first not in (DATA, COMPILING):  # no line of the step would explain them
-        fit(make_profiler("stacks", folder))
-        stacks = read_trace(load(folder / "stacks/rank_0.json.gz"))
-        report = add_places(report, stacks)
-    return Profile(report, loader, step_ms)
+        run("stacks")
+        report = add_places(report, read_rank_0(folder / "stacks"))
+    return Profile(report, loader, step_ms, seconds, cores_busy)
+
+
+def read_rank_0(folder: Path) -> Report:
+    """The report of a trace that the training has just written."""
+    path = folder / "rank_0.json.gz"
+    if not path.exists():
+        raise ValueError(f"no trace in {folder}; train for {STEPS} steps")
+    return read_trace(load(path))
 
 
 def add_places(report: Report, stacks: Report) -> Report:
@@ -167,13 +188,14 @@ def read_loader(folder: Path) -> LoaderProfile:
 
 def describe_profile(profile: Profile, folder: Path) -> str:
     """A profile as text."""
-    report = profile.report
     loader = profile.loader
-    traced = report.step_ms / profile.step_ms
-    lines = [
-        describe(report),
-        f"While it waits for data: {loader.share:.0%} in {loader.function}, {loader.place}",
-    ]
+    traced = profile.report.step_ms / profile.step_ms
+    where = f"{loader.share:.0%} in {loader.function}, {loader.place}"
+    lines = [describe(profile.report), f"While it waits for data: {where}"]
+    if WAITING.search(loader.function):
+        lines.append(
+            "  a thread or worker is waited for: no profiler here looks inside"
+        )
     if loader.opens >= 1:
         lines.append(
             f"  {loader.opens:.0f} stores or files are opened a step; open once"

@@ -1,18 +1,22 @@
-"""Chapter 5: six slow-downs, built in on purpose: does the profiler's report name them?
+"""Chapter 5: slow-downs, built in on purpose: does the profiler's report name them?
 
-    uv run python slowdowns.py                  # all of them and a control, 3 minutes
+    uv run python slowdowns.py                  # all of them and the controls, 5 minutes
     uv run python slowdowns.py copies           # one
-    uv run python slowdowns.py --save-results   # and write results/slowdowns.json
+    uv run python slowdowns.py --save-results   # and write results/slowdowns.json, and traces
 
-You should see for each what the report names first, and for the control that it names none.
+You should see for each what the report names first, and for the controls that it names none.
 The network is the chapter's; its loader brings the same batch again and again.
 """
 
 import argparse
-import functools
+import gzip
+import json
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -21,12 +25,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 from torch.utils.data import DataLoader, IterableDataset
 
-from model import Batch, FillGaps, masked_sums
-from options import refuse
+from model import Batch, FillGaps, GroupNorm, masked_sums
+from options import has_bf16, refuse
 from profiler import HERE, STEPS, Profile, profile_training
-from records import save_rows
+from records import RESULTS, save_rows
 from step import make_batch
-from traces import COMPILING, COPIES, DATA, OVERHEAD, READS
+from traces import COMPILING, COPIES, DATA, OVERHEAD, READS, first_turn, load
 
 BATCH_SIZE = 16
 PATCH_SIZE = 32
@@ -59,13 +63,21 @@ def check_each_cell(batch: Batch, step: int) -> Batch:
     return batch
 
 
-def open_store(folder: str, batch: Batch, step: int) -> Batch:
+def open_store(batch: Batch, step: int) -> Batch:
     """The store is opened for each sample and variable, to look up what never changes."""
     for _ in range(len(batch["input"])):
         for variable in ("u", "v"):
-            with xarray.open_zarr(folder, chunks=None) as store:
+            with xarray.open_zarr(make_store().name, chunks=None) as store:
                 store[variable].load()
     return batch
+
+
+@cache
+def make_store() -> tempfile.TemporaryDirectory:
+    """A store of two numbers, which is removed when Python ends."""
+    folder = tempfile.TemporaryDirectory()
+    xarray.Dataset({"u": 2.0, "v": 3.0}).to_zarr(folder.name)
+    return folder
 
 
 def drop_samples(batch: Batch, step: int) -> Batch:
@@ -112,6 +124,15 @@ class SmallOperators(FillGaps):
         return sums[0]
 
 
+class SlowNorm(FillGaps):
+    """In bfloat16, without the model's own fix: GroupNorm in the order of the convolutions."""
+
+    def on_fit_start(self) -> None:
+        for module in self.modules():
+            if isinstance(module, GroupNorm):
+                module.plain_order = False
+
+
 class Compiled(FillGaps):
     """Compiled for the shapes that it meets, with the compiler that needs no C++."""
 
@@ -126,7 +147,8 @@ class SlowDown:
 
     named: str
     module: type[FillGaps] = FillGaps
-    change: Callable[..., Batch] = keep
+    change: Callable[[Batch, int], Batch] = keep
+    precision: str = "32-true"
 
 
 SLOW_DOWNS = {
@@ -137,19 +159,19 @@ SLOW_DOWNS = {
     "copies": SlowDown(COPIES, Copies),
     "loop": SlowDown(OVERHEAD, SmallOperators),
     "ragged": SlowDown(COMPILING, Compiled, drop_samples),
+    "control in bf16": SlowDown("none", precision="bf16-mixed"),
+    "norm in bf16": SlowDown("none", SlowNorm, precision="bf16-mixed"),
 }
 
 
-def fit(name: str, store: str, steps: int, profiler: Profiler | None) -> None:
+def fit(name: str, steps: int, profiler: Profiler | None) -> None:
     """Train with one of the slow-downs."""
     slow = SLOW_DOWNS[name]
-    change = (
-        functools.partial(slow.change, store) if name == "metadata" else slow.change
-    )
-    loader = DataLoader(Batches(steps, change), batch_size=None)
+    loader = DataLoader(Batches(steps, slow.change), batch_size=None)
     module = slow.module([2.0, 3.0], {"m/s": [0, 1]}, 1e-3, steps, seed=0)
     trainer = Trainer(
         accelerator="cpu",
+        precision=slow.precision,
         max_steps=steps,
         profiler=profiler,
         logger=False,
@@ -162,11 +184,42 @@ def fit(name: str, store: str, steps: int, profiler: Profiler | None) -> None:
 
 def profile(name: str, folder: Path) -> Profile:
     """Profile a training with one of the slow-downs."""
-    with tempfile.TemporaryDirectory() as store:
-        xarray.Dataset({"u": 2.0, "v": 3.0}).to_zarr(store)
-        return profile_training(
-            lambda profiler: fit(name, store, STEPS, profiler), folder / name
-        )
+    return profile_training(lambda profiler: fit(name, STEPS, profiler), folder / name)
+
+
+def summarise(name: str, found: Profile) -> dict:
+    """A profile as a row."""
+    shares = {finding.cause: finding.share for finding in found.report.findings}
+    return {
+        "slow_down": name,
+        "should_name": SLOW_DOWNS[name].named,
+        "named": found.verdict,
+        "shares": shares,
+        "step_ms": found.step_ms,
+        "cores_busy": found.cores_busy,
+        "seconds": found.seconds,
+    }
+
+
+def save_trace(name: str, folder: Path) -> None:
+    """Keep one turn of the loop in results/traces/."""
+    turn = first_turn(load(folder / name / "trace/rank_0.json.gz"))
+    traces = RESULTS / "traces"
+    traces.mkdir(exist_ok=True)
+    text = json.dumps({"traceEvents": turn}, separators=(",", ":"))
+    (traces / f"{name.replace(' ', '_')}.json.gz").write_bytes(
+        gzip.compress(text.encode())
+    )
+
+
+def ask_traceml(name: str) -> str:
+    """What the package traceml-ai calls the same training, from its summary."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["traceml", "run", __file__, "--logs-dir", folder, "--run-name", name]
+        command += ["--args", "--train", name]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (path,) = Path(folder).rglob("final_summary.json")
+        return json.loads(path.read_text())["primary_diagnosis"]["status"]
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -176,21 +229,34 @@ def main(argv: list[str] | None = None) -> list[dict]:
     listed = ", ".join(SLOW_DOWNS)
     add("names", nargs="*", metavar="NAME", help=f"of {listed}; if not given, all")
     add("--output-dir", type=Path, default=HERE / "outputs/slowdowns", help="a folder")
+    add("--traceml", action="store_true", help="ask the package traceml-ai, too")
+    add("--train", choices=SLOW_DOWNS, help="only train, without a profiler")
     add("--save-results", action="store_true", help="write results/slowdowns.json")
     args = parser.parse_args(argv)
     for name in args.names:
         if name not in SLOW_DOWNS:
             refuse(f"{name}: no such slow-down; choose from {listed}")
+    if args.traceml and not shutil.which("traceml"):
+        refuse("--traceml: not installed; uv run --with traceml-ai python slowdowns.py")
+    if args.train:
+        fit(args.train, 40, None)
+        return []
     rows = []
     for name in args.names or SLOW_DOWNS:
-        found = profile(name, args.output_dir)
-        shares = {each.cause: each.share for each in found.report.findings}
-        row = {"slow_down": name, "should_name": SLOW_DOWNS[name].named}
-        row |= {"named": found.verdict, "step_ms": found.step_ms, "shares": shares}
+        if SLOW_DOWNS[name].precision != "32-true" and not has_bf16(on_gpu=False):
+            print(f"{name}: not run: no instructions for bfloat16")
+            continue
+        row = summarise(name, profile(name, args.output_dir))
+        if args.traceml:
+            row["traceml"] = ask_traceml(name)
         rows.append(row)
-        print(f"{name}: {found.verdict}, {found.step_ms:.0f} ms a step, {shares}")
+        print(
+            f"{name}: {row['named']}, {row['step_ms']:.0f} ms a step, {row['shares']}"
+        )
     if args.save_results:
         save_rows("slowdowns", "uv run python slowdowns.py", rows)
+        for row in rows:
+            save_trace(row["slow_down"], args.output_dir)
     return rows
 
 

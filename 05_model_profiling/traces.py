@@ -126,6 +126,29 @@ def load(path: Path) -> list[dict]:
     return [event for event in events if event.get("ph") == "X"]
 
 
+def first_turn(raw: list[dict]) -> list[dict]:
+    """The events of one turn of the loop, with no more than read_trace needs of each."""
+    ends = sorted(event["ts"] + event["dur"] for event in raw if is_forward(event))
+    kept = []
+    for event in raw:
+        of_kind = event.get("cat") in ("cpu_op", "user_annotation", "kernel")
+        if of_kind and event["ts"] < ends[1] and event["ts"] + event["dur"] >= ends[0]:
+            small = {key: event[key] for key in ("name", "cat", "ph", "pid", "tid")}
+            small["ts"] = round(event["ts"] - ends[0], 1)
+            small["dur"] = round(event["dur"], 1)
+            place = find_place(event["args"].get("Call stack", ""))
+            small["args"] = {"Call stack": place}
+            kept.append(small)
+    return kept
+
+
+def is_forward(event: dict) -> bool:
+    """Whether it is Lightning's span of a training_step."""
+    return (
+        event["name"].startswith(SPAN) and last_word(event["name"]) == "training_step"
+    )
+
+
 def last_word(name: str) -> str:
     """Of a span: [pl][profile][Strategy]DDPStrategy.backward is backward."""
     return name.rpartition("]")[2].rpartition(".")[2]
@@ -163,13 +186,7 @@ def read_events(raw: list[dict]) -> tuple[Event, int]:
     They begin where the first training_step in the trace ends, and end where the last one
     does: whole turns of Lightning's loop, all of whose spans are in the trace.
     """
-    forward = []
-    for event in raw:
-        if (
-            event["name"].startswith(SPAN)
-            and last_word(event["name"]) == "training_step"
-        ):
-            forward.append(event)
+    forward = [event for event in raw if is_forward(event)]
     thread = forward[0]["tid"]
     ends = sorted(step["ts"] + step["dur"] for step in forward)
     whole = Event("trace", ends[0], ends[-1])
@@ -342,7 +359,7 @@ def main(argv: list[str] | None = None) -> Report:
         report = read_trace(load(args.trace))
     except FileNotFoundError:
         refuse(f"{args.trace}: no such file; give a trace, such as one in results/")
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, EOFError, LookupError, TypeError, ValueError) as error:
         reason = f"no trace of Lightning's loop ({type(error).__name__})"
         refuse(f"{args.trace}: {reason}; give one that profiler.py wrote")
     print(describe(report))
