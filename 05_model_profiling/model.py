@@ -21,7 +21,8 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         in_bf16 = x.device.type == "cpu" and x.dtype == torch.bfloat16
-        if not (self.plain_order and in_bf16):
+        is_last = x.is_contiguous(memory_format=torch.channels_last)
+        if not (self.plain_order and in_bf16 and is_last):
             return super().forward(x)
         normed = super().forward(x.contiguous())
         return normed.contiguous(memory_format=torch.channels_last)

@@ -37,22 +37,23 @@ from lightning.pytorch.profilers import (
     PyTorchProfiler,
     SimpleProfiler,
 )
-from torch import distributed
+from lightning.pytorch.utilities import rank_zero_only
 from torch._C._profiler import _ExperimentalConfig
 
 import train
 from command_line import call_with_store, run
 from options import Options
 from store import Location
-from traces import COMPILING, DATA, Report, describe, load, read_trace
+from traces import DATA, Report, describe, load, read_trace
 
+KINDS = ("simple", "advanced", "trace", "stacks")
 STEPS = 10  # of each training
 SCHEDULES = {
     "trace": {"wait": 3, "warmup": 1, "active": 4},
     "stacks": {"wait": 3, "warmup": 1, "active": 2},
 }
 HERE = Path(__file__).parent
-WAITING = re.compile("acquire|poll|read|select|sleep")
+WAITING = re.compile(r"'(acquire|poll|select)' of|posix.read|time.sleep|select\.")
 OPENING = re.compile(r"open_(zarr|group|array|dataset|mfdataset|consolidated)$|h5open")
 
 
@@ -88,16 +89,14 @@ class Profile:
 def make_profiler(kind: str, folder: Path) -> Profiler:
     """One of the four, which writes into an empty folder of its own."""
     folder = folder / kind
-    shutil.rmtree(folder, ignore_errors=True)  # Lightning would append
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     if kind == "simple":
         return SimpleProfiler(folder, kind)
     if kind == "advanced":
         return AdvancedProfiler(folder, kind, dump_stats=True)
 
     def write(profiler: torch.profiler.profile) -> None:
-        rank = distributed.get_rank() if distributed.is_initialized() else 0
-        path = folder / f"rank_{rank}.json"
+        path = folder / f"rank_{rank_zero_only.rank}.json"
         profiler.export_chrome_trace(str(path))
         with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
             shutil.copyfileobj(plain, packed)  # torch's own .gz takes ten times as long
@@ -112,12 +111,17 @@ def make_profiler(kind: str, folder: Path) -> Profiler:
     return PyTorchProfiler(folder, kind, record_module_names=False, **settings)
 
 
-def profile_training(fit: Callable[[Profiler], None], folder: Path) -> Profile:
-    """Train with each profiler, and read what they wrote.
+def profile_training(
+    fit: Callable[[Profiler], None], folder: Path, with_stacks: bool = True
+) -> Profile:
+    """Train with each profiler, and read what they wrote for this rank.
 
-    `fit` makes a Trainer with the profiler that it is given and trains for STEPS steps. The
-    files stay in `folder`.
+    `fit` makes module and Trainer, the latter with the profiler that it is given, and
+    trains for STEPS steps. The files stay in `folder`.
     """
+    if rank_zero_only.rank == 0:
+        for kind in KINDS:
+            shutil.rmtree(folder / kind, ignore_errors=True)  # Lightning would append
     seconds = {}
 
     def run(kind: str) -> Profiler:
@@ -134,19 +138,20 @@ def profile_training(fit: Callable[[Profiler], None], folder: Path) -> Profile:
     run("advanced")
     loader = read_loader(folder / "advanced")
     run("trace")
-    report = read_rank_0(folder / "trace")
-    if report.first not in (DATA, COMPILING):  # no line of the step would explain them
+    report = read_rank(folder / "trace")
+    if with_stacks:
         run("stacks")
-        report = add_places(report, read_rank_0(folder / "stacks"))
+        report = add_places(report, read_rank(folder / "stacks"))
     return Profile(report, loader, step_ms, seconds, cores_busy)
 
 
-def read_rank_0(folder: Path) -> Report:
-    """The report of a trace that the training has just written."""
-    path = folder / "rank_0.json.gz"
-    if not path.exists():
-        raise ValueError(f"no trace in {folder}; train for {STEPS} steps")
-    return read_trace(load(path))
+def read_rank(folder: Path) -> Report:
+    """The report of the trace that this rank has just written."""
+    try:
+        return read_trace(load(folder / f"rank_{rank_zero_only.rank}.json.gz"))
+    except (FileNotFoundError, ValueError) as error:
+        reason = f"no trace of whole steps in {folder}"
+        raise ValueError(f"{reason}; train for {STEPS} steps") from error
 
 
 def add_places(report: Report, stacks: Report) -> Report:
@@ -169,7 +174,7 @@ def median_step(durations: dict[str, list[float]]) -> float:
 
 def read_loader(folder: Path) -> LoaderProfile:
     """What cProfile saw of the wait for data."""
-    (path,) = folder.glob("*train_dataloader_next.prof")
+    path = min(folder.glob("*train_dataloader_next.prof"))  # that of the first rank
     stats = pstats.Stats(str(path))
     longest = ("", "", 0.0)
     opens = 0
@@ -189,7 +194,6 @@ def read_loader(folder: Path) -> LoaderProfile:
 def describe_profile(profile: Profile, folder: Path) -> str:
     """A profile as text."""
     loader = profile.loader
-    traced = profile.report.step_ms / profile.step_ms
     where = f"{loader.share:.0%} in {loader.function}, {loader.place}"
     lines = [describe(profile.report), f"While it waits for data: {where}"]
     if WAITING.search(loader.function):
@@ -200,16 +204,14 @@ def describe_profile(profile: Profile, folder: Path) -> str:
         lines.append(
             f"  {loader.opens:.0f} stores or files are opened a step; open once"
         )
-    lines.append(
-        f"A step takes {profile.step_ms:.1f} ms, and {traced:.2f} times as long"
-    )
-    lines.append(f"in the trace. The files are in {folder}")
+    lines.append(f"Under the simple profiler, a step takes {profile.step_ms:.1f} ms")
+    lines.append(f"The files are in {folder}")
     return "\n".join(lines)
 
 
 def profile_chapter(options: Options, location: Location) -> Profile:
-    """Profile the training of train.py."""
-    options = replace(options, max_steps=STEPS, resume=None)
+    """Profile the training of train.py, without its accumulation of gradients."""
+    options = replace(options, max_steps=STEPS, accumulate_grad_batches=1, resume=None)
     folder = Path(options.output_dir)
     data = train.make_data(options, location, first_step=0)
 
@@ -218,16 +220,16 @@ def profile_chapter(options: Options, location: Location) -> Profile:
         train.make_trainer(options, [], "", profiler).fit(model, datamodule=data)
 
     profile = profile_training(fit, folder)
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if rank_zero_only.rank == 0:
         print(describe_profile(profile, os.path.relpath(folder)))
     return profile
 
 
 def main(argv: list[str] | None = None) -> Profile:
-    """Profile a training with train.py's flags; errors end as its do."""
+    """Profile a training with train.py's flags; errors end with code 2."""
     argv = sys.argv[1:] if argv is None else argv
-    if "--output-dir" not in argv:
-        name = re.sub(r"[^\w.]+", "-", " ".join(argv)).strip("-") or "default"
+    if not any(word.startswith("--output-dir") for word in argv):
+        name = re.sub(r"[^\w.]+", "-", " ".join(argv)).strip("-")[:100] or "default"
         argv = [*argv, "--output-dir", str(HERE / "outputs/profiler" / name)]
     return call_with_store(profile_chapter, __doc__.splitlines()[0], argv)
 

@@ -30,7 +30,16 @@ from options import has_bf16, refuse
 from profiler import HERE, STEPS, Profile, profile_training
 from records import RESULTS, save_rows
 from step import make_batch
-from traces import COMPILING, COPIES, DATA, OVERHEAD, READS, first_turn, load
+from traces import (
+    COMPILING,
+    COPIES,
+    DATA,
+    OVERHEAD,
+    READS,
+    find_place,
+    is_forward,
+    load,
+)
 
 BATCH_SIZE = 16
 PATCH_SIZE = 32
@@ -160,8 +169,8 @@ SLOW_DOWNS = {
     "copies": SlowDown(COPIES, Copies),
     "loop": SlowDown(OVERHEAD, SmallOperators),
     "ragged": SlowDown(COMPILING, Compiled, drop_samples),
-    "control in bf16": SlowDown("none", precision="bf16-mixed"),
-    "norm in bf16": SlowDown("none", SlowNorm, precision="bf16-mixed"),
+    "control_bf16": SlowDown("none", precision="bf16-mixed"),
+    "norm_bf16": SlowDown("none", SlowNorm, precision="bf16-mixed"),
 }
 
 
@@ -185,7 +194,9 @@ def fit(name: str, steps: int, profiler: Profiler | None) -> None:
 
 def profile(name: str, folder: Path) -> Profile:
     """Profile a training with one of the slow-downs."""
-    return profile_training(lambda profiler: fit(name, STEPS, profiler), folder / name)
+    return profile_training(
+        lambda profiler: fit(name, STEPS, profiler), folder / name, with_stacks=False
+    )
 
 
 def summarise(name: str, found: Profile) -> dict:
@@ -202,15 +213,29 @@ def summarise(name: str, found: Profile) -> dict:
     }
 
 
+def first_turn(raw: list[dict]) -> list[dict]:
+    """The events of one turn of the loop, with no more than read_trace needs of each."""
+    ends = sorted(event["ts"] + event["dur"] for event in raw if is_forward(event))
+    kept = []
+    for event in raw:
+        of_kind = event.get("cat") in ("cpu_op", "user_annotation", "kernel")
+        if of_kind and event["ts"] < ends[1] and event["ts"] + event["dur"] >= ends[0]:
+            small = {key: event[key] for key in ("name", "cat", "ph", "pid", "tid")}
+            small["ts"] = round(event["ts"] - ends[0], 1)
+            small["dur"] = round(event["dur"], 1)
+            place = find_place(event["args"].get("Call stack", ""))
+            small["args"] = {"Call stack": place}
+            kept.append(small)
+    return kept
+
+
 def save_trace(name: str, folder: Path) -> None:
     """Keep one turn of the loop in results/traces/."""
     turn = first_turn(load(folder / name / "trace/rank_0.json.gz"))
     traces = RESULTS / "traces"
     traces.mkdir(exist_ok=True)
     text = json.dumps({"traceEvents": turn}, separators=(",", ":"))
-    (traces / f"{name.replace(' ', '_')}.json.gz").write_bytes(
-        gzip.compress(text.encode())
-    )
+    (traces / f"{name}.json.gz").write_bytes(gzip.compress(text.encode()))
 
 
 def ask_traceml(name: str) -> str:
@@ -238,7 +263,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if name not in SLOW_DOWNS:
             refuse(f"{name}: no such slow-down; choose from {listed}")
     if args.save_results and (args.names or not args.traceml):
-        refuse("--save-results: give --traceml, and no name: the table has all of it")
+        refuse("--save-results: give --traceml and no name; the table has both")
     if args.traceml and not shutil.which("traceml"):
         refuse("--traceml: not installed; uv run --with traceml-ai python slowdowns.py")
     if args.train:

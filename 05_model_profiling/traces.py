@@ -19,6 +19,7 @@ from pathlib import Path
 from options import refuse
 
 DATA = "waiting for data"
+TRANSFER = "copy to the device"
 CALLBACKS = "callbacks, logging, checkpoints"
 READS = "values read by Python"
 COMMUNICATION = "communication"
@@ -29,8 +30,8 @@ OVERHEAD = "small operators and Python"
 
 PHASES = {  # by the last word of Lightning's span
     "train_dataloader_next": DATA,
-    "batch_to_device": "copy to the device",
-    "transfer_batch_to_device": "copy to the device",
+    "batch_to_device": TRANSFER,
+    "transfer_batch_to_device": TRANSFER,
     "training_step": "forward",
     "backward": "backward",
     "on_before_optimizer_step": "optimizer",
@@ -48,7 +49,6 @@ ADVICE = {
     COMMUNICATION: "send less, or less often: a larger batch, accumulation",
     CALLBACKS: "do it every N steps",
 }
-READING = {"aten::item", "aten::_local_scalar_dense"}
 COPYING = {
     "aten::to",
     "aten::_to_copy",
@@ -56,11 +56,12 @@ COPYING = {
     "aten::clone",
     "aten::contiguous",
 }
-SENDING = ("c10d::", "_c10d_functional::", "nccl:", "gloo:")
+COLLECTIVES = ("c10d::", "_c10d_functional::")
 SPAN = "[pl][profile]"
 SMALL = (
     50  # microseconds: starting a shorter operator costs about as much as running it
 )
+NOT_A_TRACE = (OSError, EOFError, LookupError, AttributeError, TypeError, ValueError)
 NAMED_FROM = 0.2  # a smaller share of the time is no fault
 
 
@@ -74,6 +75,7 @@ class Event:
     is_operator: bool = False
     place: str = ""  # the innermost line outside torch, if the trace has stacks
     phase: str = LOOP
+    in_optimizer: bool = False  # inside the step of one of torch's
     inside: list["Event"] = field(default_factory=list)
 
 
@@ -91,11 +93,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault: its share of the time, how many events of a step, and where most of it."""
+    """A fault: its share of the time, and where most of it is spent."""
 
     cause: str
     share: float
-    per_step: float
     place: str
 
 
@@ -126,22 +127,6 @@ def load(path: Path) -> list[dict]:
     return [event for event in events if event.get("ph") == "X"]
 
 
-def first_turn(raw: list[dict]) -> list[dict]:
-    """The events of one turn of the loop, with no more than read_trace needs of each."""
-    ends = sorted(event["ts"] + event["dur"] for event in raw if is_forward(event))
-    kept = []
-    for event in raw:
-        of_kind = event.get("cat") in ("cpu_op", "user_annotation", "kernel")
-        if of_kind and event["ts"] < ends[1] and event["ts"] + event["dur"] >= ends[0]:
-            small = {key: event[key] for key in ("name", "cat", "ph", "pid", "tid")}
-            small["ts"] = round(event["ts"] - ends[0], 1)
-            small["dur"] = round(event["dur"], 1)
-            place = find_place(event["args"].get("Call stack", ""))
-            small["args"] = {"Call stack": place}
-            kept.append(small)
-    return kept
-
-
 def is_forward(event: dict) -> bool:
     """Whether it is Lightning's span of a training_step."""
     return (
@@ -155,9 +140,9 @@ def last_word(name: str) -> str:
 
 
 def find_place(stack: str) -> str:
-    """The innermost line of a call stack that is neither torch's nor Python's own."""
+    """The innermost line of a call stack that is not in torch."""
     elsewhere = ("torch/", "<", "contextlib.py")
-    for line in stack.split(";"):
+    for line in stack.replace("\\", "/").split(";"):
         if line and not line.startswith(elsewhere):
             return line
     return ""
@@ -170,12 +155,13 @@ def find_phase(event: Event, around: Event) -> str:
         return CALLBACKS
     if name.startswith(SPAN):
         return PHASES.get(last_word(name), around.phase)
-    if name.startswith(SENDING):
+    if name.startswith(COLLECTIVES):
         return COMMUNICATION
     if name.endswith("(dynamo_timed)"):
         return COMPILING
     # torch's optimizers read the count of their steps, which the CPU has.
-    if name in READING and around.phase != "optimizer":
+    in_other = around.in_optimizer or around.phase == DATA
+    if name == "aten::item" and not in_other:
         return READS
     return around.phase
 
@@ -187,14 +173,23 @@ def read_events(raw: list[dict]) -> tuple[Event, int]:
     does: whole turns of Lightning's loop, all of whose spans are in the trace.
     """
     forward = [event for event in raw if is_forward(event)]
-    thread = forward[0]["tid"]
+    if len(forward) < 2:
+        raise ValueError("the trace has fewer than two training steps")
+    threads = {forward[0]["tid"]}
+    for event in raw:  # with a GPU, the backward pass has a thread of its own
+        if event["name"].startswith("autograd::engine"):
+            threads.add(event["tid"])
     ends = sorted(step["ts"] + step["dur"] for step in forward)
     whole = Event("trace", ends[0], ends[-1])
     around = [whole]
     for entry in sorted(raw, key=lambda event: (event["ts"], -event["dur"])):
         of_kind = entry.get("cat") in ("cpu_op", "user_annotation")
-        # torch's own mark of a step ends within other events, and holds no step.
-        if not of_kind or entry["tid"] != thread or "ProfilerStep" in entry["name"]:
+        # torch's own mark of a step begins and ends in the middle of other events.
+        if (
+            not of_kind
+            or entry["tid"] not in threads
+            or "ProfilerStep" in entry["name"]
+        ):
             continue
         start = max(entry["ts"], whole.start)
         end = min(entry["ts"] + entry["dur"], whole.end)
@@ -203,6 +198,9 @@ def read_events(raw: list[dict]) -> tuple[Event, int]:
         event = Event(entry["name"], start, end, entry["cat"] == "cpu_op")
         while event.start >= around[-1].end:
             around.pop()
+        event.end = min(event.end, around[-1].end)
+        event.in_optimizer = around[-1].in_optimizer and not event.name.startswith(SPAN)
+        event.in_optimizer |= event.name.startswith("Optimizer.step#")
         event.place = find_place(entry["args"].get("Call stack", ""))
         event.phase = find_phase(event, around[-1])
         around[-1].inside.append(event)
@@ -229,14 +227,16 @@ def make_piece(
 ) -> Piece:
     """A piece of an event's own time, between two of those inside it."""
     phase = event.phase
-    if phase != DATA and before is not None and before.phase == COMMUNICATION:
+    after_send = before is not None and before.phase == COMMUNICATION
+    before_read = after is not None and after.phase == READS and duration < SMALL
+    if after_send and phase != DATA:
         phase = COMMUNICATION  # the other ranks are waited for
-    if phase != DATA and after is not None and after.phase == READS:
-        phase = READS  # Python on the way to the value
+    elif before_read and phase != DATA:
+        phase = READS  # Python that gets the tensor whose value is read
     cause = ""
     if phase in ADVICE:
         cause = phase
-    elif event.name in COPYING:
+    elif event.name in COPYING and phase != TRANSFER:
         cause = COPIES
     elif not event.is_operator or event.end - event.start < SMALL:
         cause = OVERHEAD
@@ -244,39 +244,40 @@ def make_piece(
     return Piece(event, after is None, duration, phase, cause, following)
 
 
-def find_faults(pieces: list[Piece], steps: int) -> list[Finding]:
+def find_faults(pieces: list[Piece]) -> list[Finding]:
     """Causes that take a large share of the time, the largest first."""
     whole = sum(piece.duration for piece in pieces)
     total: Counter[str] = Counter()
-    events: Counter[str] = Counter()
     places: dict[str, Counter[str]] = defaultdict(Counter)
     for piece in pieces:
         total[piece.cause] += piece.duration
-        events[piece.cause] += piece.is_last
         place = piece.event.place or piece.event.name
         places[piece.cause][place] += piece.duration
     findings = []
     for cause, duration in total.most_common():
         if cause and duration > NAMED_FROM * whole:
             place = places[cause].most_common(1)[0][0]
-            share = duration / whole
-            findings.append(Finding(cause, share, events[cause] / steps, place))
+            findings.append(Finding(cause, duration / whole, place))
     return findings
 
 
 def find_waits(pieces: list[Piece], steps: int) -> list[tuple[str, str, float]]:
-    """Where Python waits for a device or for other ranks, however short it is here."""
+    """Values read with .item(), and collectives: a GPU or other ranks are waited for."""
     found: Counter[tuple[str, str]] = Counter()
     for piece in pieces:
-        waits = piece.event.name == "aten::item" or piece.event.name.startswith(SENDING)
-        if piece.is_last and waits and piece.event.phase in (READS, COMMUNICATION):
-            found[piece.event.name, piece.event.place] += 1
+        event = piece.event
+        is_read = event.phase == READS and event.name == "aten::item"
+        if piece.is_last and (is_read or event.name.startswith(COLLECTIVES)):
+            found[event.name, event.place] += 1
     return [(*key, count / steps) for key, count in found.most_common(5)]
 
 
 def measure_busy(raw: list[dict], whole: Event) -> float | None:
-    """The share of the time in which a GPU runs a kernel, whatever it computes."""
-    kernels = [event for event in raw if event.get("cat") == "kernel"]
+    """The share of the time in which a GPU computes, however much of it."""
+    kernels = []
+    for event in raw:
+        if event.get("cat") == "kernel" and "nccl" not in event["name"]:
+            kernels.append(event)
     if not kernels:
         return None
     busy = 0.0
@@ -306,6 +307,10 @@ def read_trace(raw: list[dict]) -> Report:
         else:
             gaps.append((piece.phase, piece.duration / 1e3, piece.following))
     gaps.sort(key=lambda gap: -gap[1])
+    busy = measure_busy(raw, whole)
+    findings = find_faults(pieces)
+    if busy is not None and busy > 1 - NAMED_FROM:
+        findings = []  # whatever the CPU does meanwhile, the GPU does not wait for it
     operators = [
         (name, share, calls[name] / steps) for name, share in own.most_common(5)
     ]
@@ -316,8 +321,8 @@ def read_trace(raw: list[dict]) -> Report:
         operators,
         gaps[:3],
         find_waits(pieces, steps),
-        find_faults(pieces, steps),
-        measure_busy(raw, whole),
+        findings,
+        busy,
     )
 
 
@@ -334,7 +339,7 @@ def describe(report: Report) -> str:
     for phase, duration, following in report.gaps:
         lines.append(f"  {phase:34}{duration:6.1f} ms, before {following}")
     if report.waits:
-        lines.append("Python waits for a device or for other ranks, a step:")
+        lines.append("Values read and collectives, a step:")
     for name, place, number in report.waits:
         lines.append(f"  {name:34}{number:6.0f}  {place}")
     if report.device_busy is not None:
@@ -345,7 +350,7 @@ def describe(report: Report) -> str:
         )
     for number, finding in enumerate(report.findings, 1):
         lines.append(f"{number}. {finding.cause}: {finding.share:.0%} of the time")
-        lines.append(f"   {finding.per_step:.0f} a step, most in {finding.place}")
+        lines.append(f"   most of it in {finding.place}")
         lines.append(f"   try: {ADVICE[finding.cause]}")
     return "\n".join(lines)
 
@@ -359,7 +364,7 @@ def main(argv: list[str] | None = None) -> Report:
         report = read_trace(load(args.trace))
     except FileNotFoundError:
         refuse(f"{args.trace}: no such file; give a trace, such as one in results/")
-    except (OSError, EOFError, LookupError, TypeError, ValueError) as error:
+    except NOT_A_TRACE as error:
         reason = f"no trace of Lightning's loop ({type(error).__name__})"
         refuse(f"{args.trace}: {reason}; give one that profiler.py wrote")
     print(describe(report))
