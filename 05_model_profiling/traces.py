@@ -208,17 +208,20 @@ def read_events(raw: list[dict]) -> tuple[Event, int]:
     return whole, len(forward) - 1
 
 
-def cut(event: Event) -> list[Piece]:
+def cut(whole: Event) -> list[Piece]:
     """An event's time in pieces, each with what it was spent on: they add up to the event."""
     pieces = []
-    clock = event.start
-    before = None
-    for inner in event.inside:
-        pieces.append(make_piece(event, before, inner, inner.start - clock))
-        pieces += cut(inner)
-        clock = inner.end
-        before = inner
-    pieces.append(make_piece(event, before, None, event.end - clock))
+    waiting = [whole]
+    while waiting:
+        event = waiting.pop()
+        waiting += event.inside
+        clock = event.start
+        before = None
+        for inner in event.inside:
+            pieces.append(make_piece(event, before, inner, inner.start - clock))
+            clock = inner.end
+            before = inner
+        pieces.append(make_piece(event, before, None, event.end - clock))
     return pieces
 
 

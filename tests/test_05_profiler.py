@@ -3,6 +3,8 @@
 import cProfile
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import book
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -198,42 +200,56 @@ def test_lightnings_own_broadcast_is_found_on_two_ranks() -> None:
 # ------------------------------------------------------------------------------- a training of one's own
 
 
-class Line(LightningModule):
-    """A reader's own module."""
+OWN = """
+import sys
+from pathlib import Path
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
 
-    def __init__(self) -> None:
+sys.path.insert(0, sys.argv[1])
+from profiler import STEPS, describe_profile, profile_training
+
+class Line(LightningModule):
+    def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(8, 1)
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         return self.layer(batch).square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+def fit(profiler, steps):
+    loader = DataLoader(torch.ones(4 * steps, 8), 4)
+    trainer = Trainer(accelerator="cpu", max_steps=steps, profiler=profiler, logger=False, enable_checkpointing=False)
+    trainer.fit(Line(), loader)
 
-def fit(profiler, steps: int) -> None:
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    settings = {"accelerator": "cpu", "max_steps": steps, "profiler": profiler} | dict.fromkeys(off, False)
-    Trainer(**settings).fit(Line(), DataLoader(torch.ones(4 * steps, 8), 4))
+folder = Path(sys.argv[2])
+found = profile_training(lambda profiler: fit(profiler, STEPS), folder)
+assert found.report.steps == 3
+assert abs(sum(found.report.phases.values()) - 1) < 1e-6
+assert {"forward", "backward", "optimizer"} <= found.report.phases.keys()
+assert found.step_ms > 0
+assert {path.name for path in folder.iterdir()} == {"simple", "advanced", "trace", "stacks"}
+assert (folder / "simple/fit-simple.txt").read_text().startswith("FIT Profiler Report")
+assert found.loader.place in describe_profile(found, folder)
+try:
+    profile_training(lambda profiler: fit(profiler, 4), folder)
+except ValueError as error:
+    assert f"train for {STEPS} steps" in str(error)
+    print("both as expected")
+"""
 
 
-def test_a_training_of_ones_own_is_profiled(tmp_path: Path) -> None:
-    found = profiler.profile_training(lambda each: fit(each, profiler.STEPS), tmp_path)
-    assert found.report.steps == 3
-    assert sum(found.report.phases.values()) == pytest.approx(1)
-    assert {"forward", "backward", "optimizer"} <= found.report.phases.keys()
-    assert found.step_ms > 0
-    kinds = {path.name for path in tmp_path.iterdir()}
-    assert kinds == {"simple", "advanced", "trace", "stacks"}
-    assert (tmp_path / "simple/fit-simple.txt").read_text().startswith("FIT Profiler Report")
-    text = profiler.describe_profile(found, tmp_path)
-    assert found.loader.place in text
-
-
-def test_too_few_steps_for_a_trace_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"train for {profiler.STEPS} steps"):
-        profiler.profile_training(lambda each: fit(each, 4), tmp_path)
+def test_a_training_of_ones_own_is_profiled_and_too_few_steps_are_an_error(tmp_path: Path) -> None:
+    """In a process of its own, as a reader's: torch's tracer keeps state from run to run."""
+    script = tmp_path / "own.py"
+    script.write_text(OWN)
+    command = [sys.executable, script, CHAPTER, tmp_path / "profiles"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1:] == ["both as expected"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("opens", [0, 3])
