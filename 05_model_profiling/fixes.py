@@ -26,7 +26,16 @@ from tqdm import tqdm
 
 from options import has_bf16
 from records import RESULTS, parse_studies, save_rows, spread
-from step import Fixes, Step, gradient_difference, held_bytes, make_batch, run_steps
+from step import (
+    IS_GLIBC,
+    Fixes,
+    Step,
+    gradient_difference,
+    held_bytes,
+    make_batch,
+    run_steps,
+    save_snapshot,
+)
 
 HERE = Path(__file__).parent
 SIZE = {"patch": 64, "batch": 32, "batches": [8, 16, 32, 64, 128], "steps": 3}
@@ -41,7 +50,8 @@ NAMES = {
     "channels_last": "channels_last",
     "zero_padding": "zero padding",
     "bf16": "bfloat16",
-    "plain_norm": "GroupNorm in plain order, in bfloat16",
+    "plain_norm": "GroupNorm in plain order",
+    "memory_kept": "memory kept by the process",
     "compiled": "torch.compile",
     "tf32": "TF32",
     "pinned": "pinned memory, copied meanwhile",
@@ -109,6 +119,8 @@ def why_not(fixes: Fixes, device: torch.device) -> str | None:
         return "not run: needs a GPU"
     if fixes.bf16 and not has_bf16(on_gpu):
         return "not run: no instructions for bfloat16"
+    if fixes.memory_kept and (on_gpu or not IS_GLIBC):
+        return "not run: needs a CPU and glibc"
     return None
 
 
@@ -153,7 +165,11 @@ def study_batch(repeats: int, device: torch.device) -> list[dict]:
     rows = []
     for batch_size in SIZE["batches"]:
         batch = make_batch(batch_size, SIZE["patch"])
-        kinds = {"chapter 4": Fixes(), "stacked": best_fixes(device)}
+        kept = Fixes(memory_kept=True)
+        kinds = {"chapter 4": Fixes(), "kept": kept, "stacked": best_fixes(device)}
+        kinds = {
+            name: each for name, each in kinds.items() if not why_not(each, device)
+        }
         steps = {name: Step(fixes, batch, device) for name, fixes in kinds.items()}
         start(steps)
         for name, values in time_in_turn(steps, repeats).items():
@@ -177,6 +193,9 @@ def study_memory(repeats: int, device: torch.device) -> list[dict]:
     steps = {name: Step(fixes, batch, device) for name, fixes in kinds.items()}
     start(steps)
     peaks = {name: max(held_bytes(step)) for name, step in steps.items()}
+    if device.type == "cuda":
+        for name, step in steps.items():
+            save_snapshot(step, HERE / "outputs/memory" / f"{name}.pickle")
     rows = []
     for name, values in time_in_turn(steps, repeats).items():
         difference = gradient_difference(kinds[name], batch, device)
@@ -292,7 +311,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
         found[study] = rows
         for row in rows:
             print(describe(study, row))
-        if study == "ladder":
+        if study == "ladder" and not args.quick:
             print(judge_bf16(rows))
         if args.save_results:
             command = f"uv run python fixes.py {study} --repeats {args.repeats}"

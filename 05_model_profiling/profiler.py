@@ -11,7 +11,7 @@ A profiler slows down what it looks at, so each has a training of its own:
     simple    times Lightning's hooks
     advanced  times Python's functions (cProfile)
     trace     notes when each operator of a few steps begins and ends
-    stacks    the same for one step, with the line of Python that called each operator
+    stacks    the same for two steps, with the line of Python that called each operator
 """
 
 import gzip
@@ -52,6 +52,7 @@ SCHEDULES = {
     "trace": {"wait": 3, "warmup": 1, "active": 4},
     "stacks": {"wait": 3, "warmup": 1, "active": 2},
 }
+WORTH_SAYING = 0.05  # a smaller share of waiting needs no explanation
 HERE = Path(__file__).parent
 WAITING = re.compile(r"'(acquire|poll|select)' of|posix.read|time.sleep|select\.")
 OPENING = re.compile(r"open_(zarr|group|array|dataset|mfdataset|consolidated)$|h5open")
@@ -193,20 +194,23 @@ def read_loader(folder: Path) -> LoaderProfile:
 
 def describe_profile(profile: Profile, folder: Path) -> str:
     """A profile as text."""
-    loader = profile.loader
-    where = f"{loader.share:.0%} in {loader.function}, {loader.place}"
-    lines = [describe(profile.report), f"While it waits for data: {where}"]
-    if WAITING.search(loader.function):
-        lines.append(
-            "  a thread or worker is waited for: no profiler here looks inside"
-        )
-    if loader.opens >= 1:
-        lines.append(
-            f"  {loader.opens:.0f} stores or files are opened a step; open once"
-        )
+    lines = [describe(profile.report)]
+    if profile.report.phases.get(DATA, 0) > WORTH_SAYING:
+        lines += describe_loader(profile.loader)
     lines.append(f"Under the simple profiler, a step takes {profile.step_ms:.1f} ms")
     lines.append(f"The files are in {folder}")
     return "\n".join(lines)
+
+
+def describe_loader(loader: LoaderProfile) -> list[str]:
+    """What the wait for data was spent on, in lines of text."""
+    where = f"{loader.share:.0%} in {loader.function}, {loader.place}"
+    lines = [f"While it waits for data: {where}"]
+    if WAITING.search(loader.function):
+        lines.append("  it waits for a thread or worker: no profiler here looks inside")
+    if loader.opens >= 1:
+        lines.append(f"  it opens {loader.opens:.0f} stores or files a step: open once")
+    return lines
 
 
 def profile_chapter(options: Options, location: Location) -> Profile:

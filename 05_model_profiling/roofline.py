@@ -27,7 +27,7 @@ from options import has_bf16, refuse
 from records import RESULTS, save_rows, spread
 from step import Fixes, Step, make_batch, wait_for
 
-SIZE = {"batch": 32, "patch": 64, "matrix": 2048, "copy": 2**28, "repeats": 5}
+SIZE = {"batch": 32, "patch": 64, "matrix": 2048, "copy": 2**28, "repeats": 7}
 QUICK = {"batch": 4, "patch": 16, "matrix": 128, "copy": 2**20, "repeats": 2}
 COLOURS = {"float32": "#D55E00", "bfloat16": "#009E73", "TF32": "#0072B2"}
 
@@ -88,8 +88,8 @@ def measure_ceilings(device: torch.device) -> dict[str, float]:
     return ceilings
 
 
-def measure_steps(ceilings: dict[str, float], device: torch.device) -> list[dict]:
-    """Chapter 4's step, the fixes in float32, and all fixes: how near to the ceilings."""
+def measure_steps(device: torch.device) -> list[dict]:
+    """Chapter 4's step, the fixes in float32, and all fixes: seconds, FLOPs, bytes."""
     batch = make_batch(SIZE["batch"], SIZE["patch"])
     best = best_fixes(device)
     kinds = {
@@ -104,14 +104,18 @@ def measure_steps(ceilings: dict[str, float], device: torch.device) -> list[dict
         precision = "bfloat16" if kinds[name].bf16 else "float32"
         row = {"step": name, "precision": precision, "seconds": spread(seconds)}
         rows.append(row | count(steps[name]))
+    return rows
+
+
+def compare(rows: list[dict], ceilings: dict[str, float]) -> None:
+    """Add to the rows how near the fastest of each kind of step came to the ceilings."""
     for row in rows:
-        rate = row["flops"] / row["seconds"]["median"]
+        rate = row["flops"] / row["seconds"]["min"]  # the ceiling is the best, too
         row["flops_per_second"] = rate
         row["mfu"] = rate / ceilings[row["precision"]]
         row["flops_per_byte"] = row["flops"] / row["bytes"]
         row["floor_of_flops"] = row["flops"] / ceilings[row["precision"]]
         row["floor_of_bytes"] = row["bytes"] / ceilings["memory"]
-    return rows
 
 
 def plot_roofline(ceilings: dict[str, float], rows: list[dict]) -> Figure:
@@ -139,7 +143,9 @@ def describe(row: dict) -> str:
         f"{row['flops_per_second'] / 1e9:.0f} GFLOP/s, {row['mfu']:.0%} of the ceiling"
     )
     floors = f"{row['floor_of_flops']:.3f} s of FLOPs, {row['floor_of_bytes']:.3f} s of bytes"
-    return f"{row['step']}: {row['seconds']['median']:.3f} s, {rate}; floors {floors}"
+    return (
+        f"{row['step']}: {row['seconds']['min']:.3f} s at best, {rate}; floors {floors}"
+    )
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -154,10 +160,13 @@ def main(argv: list[str] | None = None) -> dict:
         SIZE.update(QUICK)
     device = torch.accelerator.current_accelerator(True) or torch.device("cpu")
     ceilings = measure_ceilings(device)
+    rows = measure_steps(device)
+    for name, value in measure_ceilings(device).items():  # again: it may have been busy
+        ceilings[name] = max(value, ceilings[name])
+    compare(rows, ceilings)
     for name, value in ceilings.items():
         unit = "GB/s" if name == "memory" else "GFLOP/s"
         print(f"{name}: {value / 1e9:.0f} {unit}")
-    rows = measure_steps(ceilings, device)
     for row in rows:
         print(describe(row))
     if args.save_results:

@@ -43,6 +43,7 @@ from traces import (
 
 BATCH_SIZE = 16
 PATCH_SIZE = 32
+WITH_STACKS = ("control", "loop")  # what stacks cost: few operators, and many
 FULL_BATCHES = 3  # then each batch of ragged_batches is smaller than the one before
 
 
@@ -195,7 +196,7 @@ def fit(name: str, steps: int, profiler: Profiler | None) -> None:
 def profile(name: str, folder: Path) -> Profile:
     """Profile a training with one of the slow-downs."""
     return profile_training(
-        lambda profiler: fit(name, STEPS, profiler), folder / name, with_stacks=False
+        lambda profiler: fit(name, STEPS, profiler), folder / name, name in WITH_STACKS
     )
 
 

@@ -7,7 +7,9 @@
 Written without Lightning, so that nothing but the step is timed.
 """
 
+import ctypes
 import json
+import platform
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from model import Batch, GroupNorm, UNet, masked_sums
 from sampling import swath_masks
 
+IS_GLIBC = platform.libc_ver()[0] == "glibc"
+
 
 @dataclass(frozen=True)
 class Fixes:
@@ -32,6 +36,7 @@ class Fixes:
     zero_padding: bool = False  # instead of a copy of each input with its edge repeated
     bf16: bool = False  # convolutions in bfloat16, by autocast
     plain_norm: bool = False  # with bf16: GroupNorm in the plain order of memory
+    memory_kept: bool = False  # CPU: freed memory stays with the process (glibc)
     compiled: bool = False  # operators fused into kernels of its own
     tf32: bool = False  # GPU: float32 products with 10 bits of mantissa
     pinned: bool = False  # GPU: batches copied while the step before still runs
@@ -96,6 +101,7 @@ class Step:
 
     def __call__(self) -> torch.Tensor:
         """One step; returns the loss, which is still on its way on a GPU."""
+        keep_memory(self.fixes.memory_kept)
         torch.backends.cuda.matmul.allow_tf32 = self.fixes.tf32
         torch.backends.cudnn.allow_tf32 = self.fixes.tf32
         self.optimizer.zero_grad()
@@ -123,6 +129,21 @@ class Step:
             for gradient in gradients:
                 gradient *= 1 / sums[1]
         return sums[0] / sums[1]
+
+
+def keep_memory(kept: bool) -> None:
+    """Whether glibc keeps the memory of all freed tensors, for the whole process.
+
+    Otherwise it returns tensors above 32 MiB to the system at once, and others if more
+    than 64 MiB are free: what a process with large tensors reaches by itself.
+    """
+    if not IS_GLIBC:
+        return
+    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # their numbers in malloc.h
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(mmap_threshold, 2**25)
+    mallopt(mmap_max, 0 if kept else 2**16)
+    mallopt(trim_threshold, 2**31 - 1 if kept else 2**26)
 
 
 def split_batch(batch: Batch, pieces: int, dtype: torch.dtype) -> list[Batch]:
@@ -205,3 +226,13 @@ def held_bytes(step: Step) -> list[int]:
             if on_gpu == is_gpu:
                 changes.append((event["ts"], event["args"]["Bytes"]))
     return np.cumsum([change for _, change in sorted(changes)]).tolist()
+
+
+def save_snapshot(step: Step, path: Path) -> None:
+    """Who holds the memory of a GPU during a step: open it in pytorch.org/memory_viz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._record_memory_history()
+    step()
+    wait_for(step.device)
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)

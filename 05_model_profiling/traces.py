@@ -61,6 +61,7 @@ SPAN = "[pl][profile]"
 SMALL = (
     50  # microseconds: starting a shorter operator costs about as much as running it
 )
+ROUNDING = 0.01  # microseconds
 NOT_A_TRACE = (OSError, EOFError, LookupError, AttributeError, TypeError, ValueError)
 NAMED_FROM = 0.2  # a smaller share of the time is no fault
 
@@ -141,7 +142,7 @@ def last_word(name: str) -> str:
 
 def find_place(stack: str) -> str:
     """The innermost line of a call stack that is not in torch."""
-    elsewhere = ("torch/", "<", "contextlib.py")
+    elsewhere = ("torch/", "lightning/pytorch/profilers/", "<", "contextlib.py")
     for line in stack.replace("\\", "/").split(";"):
         if line and not line.startswith(elsewhere):
             return line
@@ -196,7 +197,8 @@ def read_events(raw: list[dict]) -> tuple[Event, int]:
         if end <= start:
             continue
         event = Event(entry["name"], start, end, entry["cat"] == "cpu_op")
-        while event.start >= around[-1].end:
+        # An event begins in the one around it, or follows it: ends are rounded.
+        while event.start >= around[-1].end - ROUNDING and len(around) > 1:
             around.pop()
         event.end = min(event.end, around[-1].end)
         event.in_optimizer = around[-1].in_optimizer and not event.name.startswith(SPAN)

@@ -1,5 +1,7 @@
 """Chapter 5's fixes: the exact ones change nothing, each does what its name says, and none waits for the device."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 thorough = pytest.mark.thorough
 CPU = torch.device("cpu")
+CHAPTER = book.ROOT / "05_model_profiling"
 EXACT = {
     "one scaling": {"one_scaling": True},
     "fused optimizer": {"fused_optimizer": True},
@@ -29,8 +32,9 @@ EXACT = {
 @pytest.fixture(scope="module", autouse=True)
 def rooms() -> Iterator[None]:
     """The chapter's modules, under their own names while these tests run."""
-    global fixes, model, options, step
+    global energy, fixes, model, options, step
     with book.rooms("05_model_profiling"):
+        import energy
         import fixes
         import model
         import options
@@ -214,3 +218,47 @@ def test_the_quick_form_of_the_studies(capsys, monkeypatch) -> None:
         assert set(reasons) == {"not run: needs a GPU"}
     assert {row["padding"] for row in found["rmse"]} == {"replicate", "zeros"}
     assert "bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_memory_that_is_kept_is_not_asked_for_anew(kept: bool) -> None:
+    """Pages that the system hands out in each step, in a process of its own: malloc's state is the process's."""
+    if not step.IS_GLIBC:
+        pytest.skip("needs glibc")
+    script = (
+        "import resource, torch\n"
+        "from step import Fixes, keep_memory\n"
+        "def use():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    torch.ones(2**24).sum()\n"  # 64 MiB
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        f"keep_memory({kept})\n"
+        "use()\n"
+        "print(use())\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=CHAPTER, check=True)
+    pages = 2**26 // 2**21  # if they are huge ones
+    assert (int(done.stdout) > pages / 2) != kept
+
+
+def test_codecarbon_is_asked_for_where_it_is_missing(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(energy.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        energy.main([])
+    assert "uv run --with codecarbon python energy.py" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_joules_are_for_a_thousand_samples_and_say_whether_they_are_measured(capsys, monkeypatch) -> None:
+    class Meter:
+        def measure(self, step: object, count: int) -> dict[str, float]:
+            return {"cpu": 8.0 * count, "memory": 4.0 * count, "gpu": 0.0}
+
+    monkeypatch.setattr(energy, "Meter", Meter)
+    monkeypatch.setattr(energy.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(energy, "SIZE", {"batch": 4, "patch": 16, "seconds": 0.0})
+    for row in energy.main(["--repeats", "1"]):
+        assert row["cpu"]["median"] == 2000  # 8 J for a step of 4
+        assert row["total"]["median"] == 3000
+        assert row["sources"]["memory"] == "estimated"
+    assert "3000 J for 1,000 samples" in capsys.readouterr().out

@@ -153,6 +153,24 @@ def test_a_gpu_is_busy_while_any_kernel_runs() -> None:
     assert traces.read_trace(TURN).device_busy is None
 
 
+def test_events_that_overlap_by_rounding_follow_each_other() -> None:
+    """Not inside each other, which would give the first event's time to the second."""
+    rounded = [
+        event | {"dur": 400.004} if event["ts"] == 0 and event["dur"] == 400 else event for event in TURN
+    ]
+    report = traces.read_trace(rounded)
+    assert report.phases["waiting for data"] == pytest.approx(0.1, abs=1e-4)
+    assert report.gaps[0][0] == "waiting for data"
+
+
+@pytest.mark.parametrize(("share", "explained"), [(0.04, False), (0.5, True)])
+def test_only_a_wait_for_data_that_is_worth_it_is_explained(share: float, explained: bool) -> None:
+    report = replace(traces.read_trace(TURN), phases={traces.DATA: share})
+    loader = profiler.LoaderProfile("acquire", "x.py:1", 0.9, opens=0)
+    text = profiler.describe_profile(profiler.Profile(report, loader, 1.0, {}, 1.0), Path("here"))
+    assert ("While it waits" in text) == explained
+
+
 # ------------------------------------------------------------------------------------ recorded traces
 
 
@@ -208,7 +226,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, sys.argv[1])
-from profiler import STEPS, describe_profile, profile_training
+from profiler import STEPS, describe_loader, describe_profile, profile_training
 
 class Line(LightningModule):
     def __init__(self):
@@ -234,7 +252,8 @@ assert {"forward", "backward", "optimizer"} <= found.report.phases.keys()
 assert found.step_ms > 0
 assert {path.name for path in folder.iterdir()} == {"simple", "advanced", "trace", "stacks"}
 assert (folder / "simple/fit-simple.txt").read_text().startswith("FIT Profiler Report")
-assert found.loader.place in describe_profile(found, folder)
+assert str(folder) in describe_profile(found, folder)
+assert found.loader.place in describe_loader(found.loader)[0]
 try:
     profile_training(lambda profiler: fit(profiler, 4), folder)
 except ValueError as error:

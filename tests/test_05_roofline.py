@@ -46,11 +46,13 @@ def test_a_step_has_three_times_the_flops_of_its_forward_pass() -> None:
 def test_shares_and_floors_follow_from_the_ceilings(monkeypatch) -> None:
     monkeypatch.setattr(roofline, "SIZE", roofline.QUICK)
     ceilings = {"float32": 1e12, "bfloat16": 2e12, "memory": 1e10}
-    for row in roofline.measure_steps(ceilings, CPU):
+    rows = roofline.measure_steps(CPU)
+    roofline.compare(rows, ceilings)
+    for row in rows:
         ceiling = ceilings[row["precision"]]
         assert row["floor_of_flops"] == row["flops"] / ceiling
         assert row["floor_of_bytes"] == row["bytes"] / 1e10
-        assert row["mfu"] == pytest.approx(row["floor_of_flops"] / row["seconds"]["median"])
+        assert row["mfu"] == pytest.approx(row["floor_of_flops"] / row["seconds"]["min"])
 
 
 def test_the_quick_form_prints_ceilings_and_steps(monkeypatch, capsys) -> None:
