@@ -52,6 +52,7 @@ SCHEDULES = {
     "trace": {"wait": 3, "warmup": 1, "active": 4},
     "stacks": {"wait": 3, "warmup": 1, "active": 2},
 }
+SLOWED = 1.5  # times the step without a trace
 WORTH_SAYING = 0.05  # a smaller share of waiting needs no explanation
 HERE = Path(__file__).parent
 WAITING = re.compile(r"'(acquire|poll|select)' of|posix.read|time.sleep|select\.")
@@ -152,7 +153,8 @@ def read_rank(folder: Path) -> Report:
         return read_trace(load(folder / f"rank_{rank_zero_only.rank}.json.gz"))
     except (FileNotFoundError, ValueError) as error:
         reason = f"no trace of whole steps in {folder}"
-        raise ValueError(f"{reason}; train for {STEPS} steps") from error
+        remedy = f"train for {STEPS} batches, with one optimizer and no validation"
+        raise ValueError(f"{reason}; {remedy}") from error
 
 
 def add_places(report: Report, stacks: Report) -> Report:
@@ -198,6 +200,11 @@ def describe_profile(profile: Profile, folder: Path) -> str:
     if profile.report.phases.get(DATA, 0) > WORTH_SAYING:
         lines += describe_loader(profile.loader)
     lines.append(f"Under the simple profiler, a step takes {profile.step_ms:.1f} ms")
+    if profile.report.step_ms > SLOWED * profile.step_ms:
+        lines.append(
+            f"The trace took {profile.report.step_ms:.1f} ms: it slows small operators"
+            " most, so that their shares above are too large"
+        )
     lines.append(f"The files are in {folder}")
     return "\n".join(lines)
 
@@ -234,7 +241,7 @@ def main(argv: list[str] | None = None) -> Profile:
     argv = sys.argv[1:] if argv is None else argv
     if not any(word.startswith("--output-dir") for word in argv):
         name = re.sub(r"[^\w.]+", "-", " ".join(argv)).strip("-")[:100] or "default"
-        argv = [*argv, "--output-dir", str(HERE / "outputs/profiler" / name)]
+        argv = ["--output-dir", str(HERE / "outputs/profiler" / name), *argv]
     return call_with_store(profile_chapter, __doc__.splitlines()[0], argv)
 
 

@@ -12,10 +12,12 @@ inside each other, so each has a time of its own: the time in which no event ins
 import argparse
 import gzip
 import json
+import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from errors import first_line
 from options import refuse
 
 DATA = "waiting for data"
@@ -27,6 +29,7 @@ COMPILING = "compiling"
 LOOP = "the loop around it"
 COPIES = "copies"
 OVERHEAD = "small operators and Python"
+PYTHON = "Python without operators"
 
 PHASES = {  # by the last word of Lightning's span
     "train_dataloader_next": DATA,
@@ -45,6 +48,7 @@ ADVICE = {
     READS: "read several values at once, and every N steps",
     COPIES: "keep one dtype and one order in memory; drop .clone() and .contiguous()",
     OVERHEAD: "one operator on a whole tensor instead of a loop; a larger batch",
+    PYTHON: "the advanced profiler's files name the function",
     COMPILING: "equal shapes in each step (drop_last), or compile with dynamic=True",
     COMMUNICATION: "send less, or less often: a larger batch, accumulation",
     CALLBACKS: "do it every N steps",
@@ -61,8 +65,19 @@ SPAN = "[pl][profile]"
 SMALL = (
     50  # microseconds: starting a shorter operator costs about as much as running it
 )
-ROUNDING = 0.01  # microseconds
-NOT_A_TRACE = (OSError, EOFError, LookupError, AttributeError, TypeError, ValueError)
+ROUNDING = 0.2  # microseconds: events that follow each other may overlap by this
+LONG = 1000  # microseconds: so long a gap is no overhead of operators
+NOT_A_TRACE = (
+    OSError,
+    EOFError,
+    zlib.error,
+    LookupError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    RecursionError,
+)
 NAMED_FROM = 0.2  # a smaller share of the time is no fault
 
 
@@ -142,7 +157,7 @@ def last_word(name: str) -> str:
 
 def find_place(stack: str) -> str:
     """The innermost line of a call stack that is not in torch."""
-    elsewhere = ("torch/", "lightning/pytorch/profilers/", "<", "contextlib.py")
+    elsewhere = ("torch/", "<", "contextlib.py")
     for line in stack.replace("\\", "/").split(";"):
         if line and not line.startswith(elsewhere):
             return line
@@ -197,13 +212,13 @@ def read_events(raw: list[dict]) -> tuple[Event, int]:
         if end <= start:
             continue
         event = Event(entry["name"], start, end, entry["cat"] == "cpu_op")
-        # An event begins in the one around it, or follows it: ends are rounded.
         while event.start >= around[-1].end - ROUNDING and len(around) > 1:
             around.pop()
         event.end = min(event.end, around[-1].end)
         event.in_optimizer = around[-1].in_optimizer and not event.name.startswith(SPAN)
         event.in_optimizer |= event.name.startswith("Optimizer.step#")
-        event.place = find_place(entry["args"].get("Call stack", ""))
+        if not event.name.startswith(SPAN):  # a span's own lines are Lightning's
+            event.place = find_place(entry["args"].get("Call stack", ""))
         event.phase = find_phase(event, around[-1])
         around[-1].inside.append(event)
         around.append(event)
@@ -243,6 +258,8 @@ def make_piece(
         cause = phase
     elif event.name in COPYING and phase != TRANSFER:
         cause = COPIES
+    elif not event.is_operator and duration > LONG:
+        cause = PYTHON
     elif not event.is_operator or event.end - event.start < SMALL:
         cause = OVERHEAD
     following = after.name if after else "its end"
@@ -370,7 +387,7 @@ def main(argv: list[str] | None = None) -> Report:
     except FileNotFoundError:
         refuse(f"{args.trace}: no such file; give a trace, such as one in results/")
     except NOT_A_TRACE as error:
-        reason = f"no trace of Lightning's loop ({type(error).__name__})"
+        reason = f"no trace of Lightning's loop ({first_line(error)})"
         refuse(f"{args.trace}: {reason}; give one that profiler.py wrote")
     print(describe(report))
     return report

@@ -34,6 +34,18 @@ def test_flops_and_bytes_of_a_convolution_are_counted() -> None:
     assert found["bytes"] == 4 * (image.numel() + 8 * 3 * 9 + 2 * 8 * 10 * 12)
 
 
+def test_ceilings_are_those_of_the_fastest_call(monkeypatch) -> None:
+    monkeypatch.setattr(roofline, "SIZE", roofline.QUICK)
+    monkeypatch.setattr(roofline, "fastest", lambda *_: 2.0)
+    ceilings = roofline.measure_ceilings(CPU)
+    assert ceilings["float32"] == 128**3  # 2 n^3 FLOPs in two seconds
+    assert ceilings["memory"] == 2**20
+    clock = iter([0, 9, 9, 18, 18, 21, 21, 23, 23, 24])  # two that do not count: 9 seconds each
+    monkeypatch.undo()
+    monkeypatch.setattr(roofline, "perf_counter", lambda: next(clock))
+    assert roofline.fastest(lambda: None, CPU, 3) == 1
+
+
 def test_a_step_has_three_times_the_flops_of_its_forward_pass() -> None:
     """Backward computes the gradients of weights and inputs, but not that of the first input."""
     batch = step.make_batch(4, 16)
