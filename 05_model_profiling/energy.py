@@ -5,21 +5,20 @@
 
 You should see joules for each kind of step, and whether they were measured. CodeCarbon reads
 the counters of GPUs (NVML) and of processors (RAPL) where the system lets it. Elsewhere it
-multiplies the time by watts from a table, which it is important to know.
+multiplies the time by watts from a table: then the joules are only the time in another unit.
 """
 
 import importlib.util
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from fixes import best_fixes, start
+from fixes import milestones
 from options import refuse
 from records import parse_studies, save_rows, spread
-from step import Fixes, Step, make_batch, run_steps
+from step import Step, make_batch, run_steps
 
 SIZE = {"batch": 32, "patch": 64, "seconds": 8.0}
 QUICK = {"batch": 4, "patch": 16, "seconds": 1.0}
@@ -66,14 +65,7 @@ def find_sources(device: torch.device) -> dict[str, str]:
 def study_energy(repeats: int, device: torch.device) -> list[dict]:
     """Joules for a thousand samples: the kinds of step take turns."""
     batch = make_batch(SIZE["batch"], SIZE["patch"])
-    best = best_fixes(device)
-    kinds = {
-        "chapter 4's step": Fixes(),
-        "all fixes in float32": replace(best, bf16=False),
-        "all fixes": best,
-    }
-    steps = {name: Step(fixes, batch, device) for name, fixes in kinds.items()}
-    start(steps)
+    steps = milestones(batch, device)
     counts = {}
     for name, step in steps.items():
         counts[name] = max(1, round(SIZE["seconds"] / run_steps(step, 1)))

@@ -24,6 +24,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from model import Batch
 from options import has_bf16
 from records import RESULTS, parse_studies, save_rows, spread
 from step import (
@@ -158,6 +159,19 @@ def best_fixes(device: torch.device) -> Fixes:
     """What train.py does with --precision bf16-mixed, where there is bfloat16."""
     fixes = Fixes(**dict.fromkeys(STACK, True))
     return fixes if why_not(fixes, device) is None else replace(fixes, bf16=False)
+
+
+def milestones(batch: Batch, device: torch.device) -> dict[str, Step]:
+    """Chapter 4's step, all fixes that leave float32, and all fixes; each has run once."""
+    best = best_fixes(device)
+    kinds = {
+        "chapter 4's step": Fixes(),
+        "all fixes in float32": replace(best, bf16=False),
+        "all fixes": best,
+    }
+    steps = {name: Step(fixes, batch, device) for name, fixes in kinds.items()}
+    start(steps)
+    return steps
 
 
 def study_batch(repeats: int, device: torch.device) -> list[dict]:

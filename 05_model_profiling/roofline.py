@@ -12,7 +12,6 @@ what the operators read and write, if no cache holds anything from one to the ne
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -22,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from fixes import best_fixes, start, time_in_turn
+from fixes import milestones, time_in_turn
 from options import has_bf16, refuse
 from records import RESULTS, save_rows, spread
-from step import Fixes, Step, make_batch, wait_for
+from step import make_batch, wait_for
 
 SIZE = {"batch": 32, "patch": 64, "matrix": 2048, "copy": 2**28, "repeats": 7}
 QUICK = {"batch": 4, "patch": 16, "matrix": 128, "copy": 2**20, "repeats": 2}
@@ -91,17 +90,10 @@ def measure_ceilings(device: torch.device) -> dict[str, float]:
 def measure_steps(device: torch.device) -> list[dict]:
     """Chapter 4's step, the fixes in float32, and all fixes: seconds, FLOPs, bytes."""
     batch = make_batch(SIZE["batch"], SIZE["patch"])
-    best = best_fixes(device)
-    kinds = {
-        "chapter 4's step": Fixes(),
-        "all fixes in float32": replace(best, bf16=False),
-        "all fixes": best,
-    }
-    steps = {name: Step(fixes, batch, device) for name, fixes in kinds.items()}
-    start(steps)
+    steps = milestones(batch, device)
     rows = []
     for name, seconds in time_in_turn(steps, SIZE["repeats"]).items():
-        precision = "bfloat16" if kinds[name].bf16 else "float32"
+        precision = "bfloat16" if steps[name].fixes.bf16 else "float32"
         row = {"step": name, "precision": precision, "seconds": spread(seconds)}
         rows.append(row | count(steps[name]))
     return rows

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import book
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from operators import Calls
 
 thorough = pytest.mark.thorough
 CPU = torch.device("cpu")
@@ -140,35 +140,13 @@ def test_groupnorm_changes_the_order_of_memory_in_bfloat16_only(
     assert model.GroupNorm.plain_order
 
 
-class Calls(TorchDispatchMode):
-    """The names of all operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.names.append(operator.name().split(".")[0])
-        return operator(*args, **(kwargs or {}))
-
-
-class Reads(TorchDispatchMode):
-    """Counts the values that Python asks a tensor for: each would wait for a GPU."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.count += operator is torch.ops.aten._local_scalar_dense.default
-        return operator(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("fault", [False, True])
 def test_no_step_by_hand_reads_a_value(fault: bool, batch: dict) -> None:
     each = step.Step(step.Fixes(one_scaling=True, fused_optimizer=True, loss_read=fault), batch, CPU)
     each()
-    with Reads() as reads:
+    with Calls() as calls:
         each()
-    assert reads.count == fault
+    assert calls.reads == fault
 
 
 def test_the_models_own_step_reads_no_value(batch: dict, monkeypatch) -> None:
@@ -180,12 +158,12 @@ def test_the_models_own_step_reads_no_value(batch: dict, monkeypatch) -> None:
     monkeypatch.setattr(model.FillGaps, "trainer", trainer)
     monkeypatch.setattr(module, "log", lambda *_, **__: None)
     for _ in range(2):
-        with Reads() as reads:
+        with Calls() as calls:
             module.training_step(batch, 0).backward()
             module.on_before_optimizer_step(optimizer)
             optimizer.step()
             optimizer.zero_grad()
-    assert reads.count == 0
+    assert calls.reads == 0
 
 
 def test_the_model_has_the_exact_fixes() -> None:

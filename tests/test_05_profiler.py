@@ -11,9 +11,8 @@ from pathlib import Path
 
 import book
 import pytest
-import torch
 from lightning.pytorch import Trainer
-from torch.utils._python_dispatch import TorchDispatchMode
+from operators import Calls
 from torch.utils.data import DataLoader
 
 thorough = pytest.mark.thorough
@@ -328,16 +327,6 @@ def test_a_step_lasts_from_the_wait_for_its_data_to_its_end() -> None:
     assert profiler.median_step(durations) == 5
 
 
-class Reads(TorchDispatchMode):
-    """Counts the values that Python asks a tensor for: each would wait for a GPU."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.count += operator is torch.ops.aten._local_scalar_dense.default
-        return operator(*args, **(kwargs or {}))
-
-
 def test_lightnings_loop_reads_no_value_between_two_refreshes_of_the_bar(monkeypatch) -> None:
     """A loss logged with prog_bar=True is read in every step; ours when the bar is drawn."""
     assert reads_of_a_run(12) - reads_of_a_run(6) == 2
@@ -352,9 +341,9 @@ def reads_of_a_run(steps: int) -> int:
     module = model.FillGaps([2.0, 3.0], {"m/s": [0, 1]}, 1e-3, steps, seed=0)
     settings = {"accelerator": "cpu", "max_steps": steps, "enable_checkpointing": False, "logger": False}
     trainer = Trainer(**settings, callbacks=[train.LossBar(refresh_rate=3)], enable_model_summary=False)
-    with Reads() as reads:
+    with Calls() as calls:
         trainer.fit(module, DataLoader([batch] * steps, batch_size=None))
-    return reads.count
+    return calls.reads
 
 
 # -------------------------------------------------------------------------------------------- commands
