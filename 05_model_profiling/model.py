@@ -119,6 +119,9 @@ class FillGaps(LightningModule):
         self.register_buffer("std", spread, persistent=False)
         self.mean_squares = nn.ModuleList(MeanMetric() for _ in units)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
     def on_train_start(self) -> None:
         # A plain tensor: DDP would broadcast a buffer of rank 0's to all ranks.
         self.sums = torch.zeros(2, device=self.device)

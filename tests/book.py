@@ -48,7 +48,24 @@ CHAPTERS = [
     "06_whats_next",
 ]
 # The files of a chapter whose bytes are the previous chapter's. Edit the first of them, and `carry` copies it on.
-CARRIED: dict[str, list[str]] = {}
+CARRIED = {
+    "06_whats_next": [
+        "block_loader.py",
+        "climatology.py",
+        "command_line.py",
+        "data.py",
+        "datamodule.py",
+        "demo_store.py",
+        "errors.py",
+        "evaluation.py",
+        "fields.py",
+        "model.py",
+        "ruff.toml",
+        "sampling.py",
+        "store.py",
+        "wind_blocks.py",
+    ]
+}
 KERNELSPEC = {
     "display_name": "Training at Larger Scale",
     "language": "python",

@@ -33,6 +33,97 @@ def _slow_down(seconds: float) -> None:
     register_optimizer_step_pre_hook(lambda *_: time.sleep(seconds))
 
 
+def _in_backward(action, number: int) -> None:
+    """Call `action()` in the middle of the backward pass before optimizer step `number`, counted from 0."""
+    from torch.nn.modules.module import register_module_full_backward_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    taken, calls = [], []
+    register_optimizer_step_post_hook(lambda *_: taken.append(1))
+
+    def count(module, gradient) -> None:
+        if len(taken) == number:
+            calls.append(module)
+            if len(calls) == 5:  # modules into it
+                action()
+
+    register_module_full_backward_pre_hook(count)
+
+
+def _in_write(action, number: int) -> None:
+    """Call `action()` when half of checkpoint `number`, counted from 0, is written to a disk."""
+    import obstore
+
+    put, calls = obstore.put, []
+
+    def put_half_first(store, name: str, content) -> None:
+        calls.append(name)
+        if len(calls) == number + 1:
+            half = memoryview(content)[: len(content) // 2]
+            Path(store.prefix, f"{name}#1").write_bytes(half)  # as obstore does
+            action()
+        put(store, name, content)
+
+    obstore.put = put_half_first
+
+
+def _kill_with_checkpoints(place: tuple[int, Path, int]) -> None:
+    """Kill this process at its step, once so many checkpoints are in the folder: (step, folder, count)."""
+    number, folder, count = place
+
+    def wait_and_kill() -> None:
+        while len(list(folder.glob("step_*.ckpt"))) < count:
+            time.sleep(0.01)
+        _kill_self()
+
+    _at_optimizer_step(wait_and_kill, number)
+
+
+def _wait_for_file(place: tuple[int, Path]) -> None:
+    """Wait at this step until there is such a file: (step, path)."""
+    number, path = place
+
+    def wait() -> None:
+        while not path.exists():
+            time.sleep(0.01)
+
+    _at_optimizer_step(wait, number)
+
+
+def _terminate_self() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _poison_read(number: int) -> None:
+    """Let chapter 6 find 1e30 m/s in what it cuts from the block that is read under this number."""
+    import wind_blocks
+    from block_loader import BlockOrder
+
+    poisoned, cut, draw = [], wind_blocks.WindBlocks.read_block, BlockOrder.rng
+
+    def note_rng(self, read: int):
+        rng = draw(self, read)
+        if read == number:
+            poisoned.append(rng)
+        return rng
+
+    def read_block(self, block: int, rng):
+        samples = cut(self, block, rng)
+        if any(rng is one for one in poisoned):
+            for sample in samples:
+                sample.values[:] = 1e30
+        return samples
+
+    BlockOrder.rng, wind_blocks.WindBlocks.read_block = note_rng, read_block
+
+
+def _limit_files(size: int) -> None:
+    """Let no file grow beyond so many bytes, as on a disk that is full."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
 def _use_double_precision(wanted: bool) -> None:
     """Let networks compute, and scripts log, in float64, in which rounding hides nothing."""
     import torch
@@ -45,6 +136,15 @@ def _use_double_precision(wanted: bool) -> None:
 
 FAULTS = {
     "double_precision": _use_double_precision,
+    "kill_in_backward": partial(_in_backward, _kill_self),
+    "kill_with_checkpoints": _kill_with_checkpoints,
+    "kill_in_write": partial(_in_write, _kill_self),
+    "limit_files": _limit_files,
+    "poison_read": _poison_read,
+    "terminate_at_step": partial(_at_optimizer_step, _terminate_self),
+    "terminate_in_backward": partial(_in_backward, _terminate_self),
+    "terminate_in_write": partial(_in_write, _terminate_self),
+    "wait_for_file": _wait_for_file,
     "kill_at_step": partial(_at_optimizer_step, _kill_self),
     "stall_at_step": partial(_at_optimizer_step, _stall),
     "slow_steps": _slow_down,

@@ -30,16 +30,22 @@ def load(script: str | Path, name: str) -> ModuleType:
     return module
 
 
+def last_checkpoint(folder: Path) -> Path:
+    """last.ckpt of a run, or chapter 6's checkpoint of its latest step."""
+    last = folder / "last.ckpt"
+    return last if last.exists() else max(folder.glob("checkpoints/step_*.ckpt"))
+
+
 def state(folder: Path) -> dict:
     """All of a run's last checkpoint that training changes; KeyError if it lacks a part."""
-    saved = torch.load(folder / "last.ckpt", weights_only=True)
+    saved = torch.load(last_checkpoint(folder), weights_only=True)
     names = BY_HAND if "model" in saved else LIGHTNING
     return dict(zip(BY_HAND, (saved[name] for name in names)))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The network's weights in a run's last checkpoint, under the same names for all scripts."""
-    saved = torch.load(folder / "last.ckpt", weights_only=True)
+    saved = torch.load(last_checkpoint(folder), weights_only=True)
     if "model" in saved:
         return saved["model"]
     named = saved["state_dict"].items()

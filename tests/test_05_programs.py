@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 import zarr
+from alone import Alone, contents
 from runs import (
     assert_resumed,
     assert_same_bits,
@@ -135,51 +136,6 @@ def still_running(before: list[psutil.Process]) -> list[psutil.Process]:
 # ------------------------------------------------------------------------------ what several tests look at
 
 
-def copy_chapter(target: Path) -> Path:
-    """Copy the chapter's files, and nothing else of the book; return the copy of its script."""
-    for path in book.files():
-        if path.is_relative_to(CHAPTER):
-            copied = target / path.relative_to(CHAPTER)
-            copied.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, copied)
-    return target / "train.py"
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    """What is in each file below a folder."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-class Alone:
-    """A copy of the chapter's folder, with a home and an output folder beside it and nothing of the book."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.project = folder, folder / "project"
-        self.home, self.output = folder / "home", folder / "run"
-        self.home.mkdir()
-        self.script = copy_chapter(self.project)
-
-    def start(self, *flags: object) -> programs.Program:
-        """Start the copied script, which finds no file of the chapter but the copied ones."""
-        places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), str(self.home))
-        with pytest.MonkeyPatch.context() as patch:
-            # A program has the paths of this process, among which there may be folders of any chapter.
-            chapters = {path.parent for path in book.files("*.py")} - {book.TESTS}
-            patch.setattr(sys, "path", [name for name in sys.path if Path(name) not in chapters])
-            return programs.Program(
-                self.script, *SMALL, *flags, "--output-dir", self.output, environment=places
-            )
-
-    def kept(self) -> list[Path]:
-        """The climatologies that have been computed and kept."""
-        return sorted(self.project.glob("outputs/climatology/*.npz"))
-
-    def written_elsewhere(self) -> list[Path]:
-        """The files outside the copy and the output folder."""
-        inside = (self.project, self.output)
-        return [path for path in contents(self.folder) if not any(map(path.is_relative_to, inside))]
-
-
 @dataclass
 class Trained:
     """How some programs have ended, and where they have written."""
@@ -201,7 +157,7 @@ def trained(folder: Path, address: str, tmp_path_factory: pytest.TempPathFactory
     import for five seconds.
     """
     whole, killed = (tmp_path_factory.mktemp(name) for name in ("whole", "killed"))
-    alone, plain = (Alone(tmp_path_factory.mktemp(name)) for name in ("alone", "plain"))
+    alone, plain = (Alone(CHAPTER, SMALL, tmp_path_factory.mktemp(name)) for name in ("alone", "plain"))
     before, stores = programs.running(), contents(folder)
     started = {
         "killed": programs.Program(
@@ -288,7 +244,7 @@ def test_the_computation_of_a_climatology_shows_a_progress_bar(folder: Path, mon
 
 
 def test_copied_alone_and_without_a_store_it_says_what_is_missing(tmp_path: Path) -> None:
-    alone = Alone(tmp_path)
+    alone = Alone(CHAPTER, SMALL, tmp_path)
     done = alone.start().wait()
     assert done.code == 2, done.err
     missing = tmp_path / "03_cloud_data/make_store.py"

@@ -1,0 +1,65 @@
+"""From a command line to a store and back: errors become a last line and exit code 2."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
+
+from torch import distributed
+
+from checkpoints import CheckpointError
+from demo_store import serve_demo_store
+from errors import DataError, first_line
+from options import Options, parse_options, refuse
+from store import Location
+
+Result = TypeVar("Result")
+Task = Callable[[Options, Location], Result]
+
+
+def call_with_store(task: Task, summary: str, argv: list[str] | None) -> Result:
+    """Call `task` with the options and the store of a command line, or with a small store."""
+    options = parse_options(summary, argv)
+    for package in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(package).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning|zarr")
+    warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated")
+    named = Location(
+        options.store or "", options.endpoint, options.anonymous, options.retry_timeout
+    )
+    try:
+        with nullcontext(named) if options.store else serve_demo_store() as location:
+            return task(options, location)
+    except DataError as error:
+        print(file=sys.stderr)  # below the progress bar
+        reason = str(error).split("DataError: ")[-1].strip()  # a worker's has its stack
+        if not reason.startswith("--"):
+            reason = f"--store {options.store or '(the demo store)'}: {reason}"
+        refuse(reason)
+    except CheckpointError as error:
+        refuse(f"--resume {options.resume}: {error}")
+    except RuntimeError as error:
+        of_group = isinstance(error, distributed.DistBackendError)
+        if not of_group and "gloo" not in str(error):
+            raise
+        print(f"\n{first_line(error)}", file=sys.stderr)
+        reason = "its own last line, above or in that rank's log, says why"
+        refuse(f"another rank failed, or does not answer; {reason}")
+
+
+def run(main: Callable[[], object]) -> None:
+    """Call `main` and end this process with its exit code.
+
+    Not by sys.exit: it would draw a progress bar below the reason, and threads of gloo that
+    outlive their group would abort the end of Python.
+    """
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,184 @@
+"""Patches of the winds: cut from maps, made into anomalies, covered by swaths."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from climatology import Climatology
+from errors import DataError
+from fields import Period
+from sampling import Patch, PatchSpace, sample
+
+
+class Sample(NamedTuple):
+    """A patch, and what was read there: (variables, H, W), in the variables' units."""
+
+    patch: Patch
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The map's coordinates in degrees, ascending."""
+
+    latitude: np.ndarray
+    longitude: np.ndarray
+
+    @property
+    def spacing(self) -> float:
+        """Degrees of longitude between two columns."""
+        return self.longitude[1] - self.longitude[0]
+
+    def patch_space(self, size: int) -> PatchSpace:
+        """Where patches may begin; on a global grid they may cross the map's seam.
+
+        DataError if they do not fit, or if the network cannot halve them twice.
+        """
+        height = len(self.latitude)
+        width = len(self.longitude)
+        largest = min(height, width) // 4 * 4
+        if size % 4 or size > largest:
+            remedy = f"give a multiple of 4 from 16 to {largest}"
+            if largest < 16:
+                remedy = "give a store of at least 16 x 16"
+            grid = f"the grid is {height} x {width}"
+            raise DataError(f"--patch-size {size}: {grid}; {remedy}")
+        rows = height - size + 1
+        columns = width - size + 1
+        gap = self.longitude[0] + 360 - self.longitude[-1]
+        if abs(gap - self.spacing) < self.spacing / 2:  # the grid is global
+            columns = width
+        return PatchSpace(rows, columns, size)
+
+
+class PatchDataset(Dataset):
+    """Patches addressed by (step, k), or made of samples that were read elsewhere.
+
+    `read` takes a list of regions and returns their values, (regions, variables, H, W).
+    """
+
+    def __init__(
+        self,
+        read: Callable[[list[dict]], np.ndarray],
+        grid: Grid,
+        period: Period,
+        climatology: Climatology,
+        patch_size: int,
+        batch_size: int,
+        seed: int,
+    ):
+        self.read = read
+        self.grid = grid
+        self.period = period
+        self.mean = climatology.mean
+        self.std = climatology.std[:, None, None]
+        self.valid = climatology.valid[None]
+        self.space = grid.patch_space(patch_size)
+        self.batch_size = batch_size
+        self.seed = seed
+
+    def patch(self, step: int, k: int) -> Patch:
+        """Sample k of a step, a pure function of (seed, step, k)."""
+        times = len(self.period.dates)
+        return sample(self.seed, step, k, self.batch_size, times, self.space)
+
+    def __getitem__(self, index: tuple[int, int]) -> dict[str, np.ndarray]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[tuple[int, int]]) -> list[dict]:
+        """The samples of a batch, whose patches are read at once, each as in make_batch."""
+        patches = [self.patch(step, k) for step, k in indices]
+        values = self.read([self.region(patch) for patch in patches])
+        samples = [Sample(*each) for each in zip(patches, values)]
+        batch = self.make_batch(samples)
+        separate = []
+        for n in range(len(samples)):
+            separate.append({name: array[n] for name, array in batch.items()})
+        return separate
+
+    def region(self, patch: Patch) -> dict[str, int | slice | np.ndarray]:
+        """Where a patch lies in the store, across the map's seam if need be."""
+        size = self.space.size
+        width = len(self.grid.longitude)
+        time = self.period.positions[patch.time]
+        rows = slice(patch.row, patch.row + size)
+        columns: slice | np.ndarray = slice(patch.column, patch.column + size)
+        if columns.stop > width:
+            columns = np.arange(columns.start, columns.stop) % width
+        return {"time": time, "latitude": rows, "longitude": columns}
+
+    def cut(self, field: np.ndarray, patch: Patch) -> np.ndarray:
+        """A patch of a map (..., latitude, longitude), across the seam if need be."""
+        size = self.space.size
+        bottom = patch.row + size
+        right = patch.column + size
+        rows = field[..., patch.row : bottom, :]
+        values = rows[..., patch.column : right]
+        beyond = right - field.shape[-1]
+        if beyond > 0:
+            values = np.concatenate([values, rows[..., :beyond]], axis=-1)
+        return values
+
+    def monthly_mean(self, patch: Patch) -> np.ndarray:
+        """The climatology of a patch, (variables, H, W)."""
+        month = self.period.months[patch.time]
+        return self.cut(self.mean[month], patch)
+
+    def make_batch(self, samples: list[Sample]) -> dict[str, np.ndarray]:
+        """A batch of n samples, float32, zero in cells that are not valid:
+
+        input (n, variables + 1, H, W): the anomalies that are seen, and where that is;
+        target (n, variables, H, W): all anomalies, over their standard deviation;
+        unseen (n, 1, H, W): 1 in the cells to be filled;
+        weight (n, 1, H, W): cos(latitude) in the cells to be filled, else 0.
+        DataError where a value is missing.
+        """
+        patches = [each.patch for each in samples]
+        mean = np.stack([self.monthly_mean(patch) for patch in patches])
+        valid = np.stack([self.cut(self.valid, patch) for patch in patches])
+        target = np.stack([each.values for each in samples])
+        # Reuses the mean's memory: to allocate takes as long as to subtract.
+        target = np.subtract(target, mean, out=mean)
+        target /= self.std
+        if not valid.all():
+            np.copyto(target, 0, where=~valid)
+        self.check_finite(target, patches)
+
+        swaths = np.stack([patch.seen for patch in patches])
+        seen = valid & swaths[:, None]
+        unseen = valid & ~seen
+        unseen = unseen.astype("float32")
+        size = self.space.size
+        inputs = np.empty((len(samples), len(self.std) + 1, size, size), "float32")
+        np.multiply(target, seen, out=inputs[:, :-1])
+        inputs[:, -1:] = seen
+        weight = unseen * self.cell_weights(patches)
+        return {"input": inputs, "target": target, "unseen": unseen, "weight": weight}
+
+    def cell_weights(self, patches: list[Patch]) -> np.ndarray:
+        """cos(latitude), the area of a cell, (n, 1, H, 1)."""
+        size = self.space.size
+        rows = [self.grid.latitude[patch.row : patch.row + size] for patch in patches]
+        radians = np.deg2rad(np.stack(rows))
+        cosine = np.cos(radians).clip(0)  # not below 0 by rounding at the poles
+        return cosine.astype("float32")[:, None, :, None]
+
+    def check_finite(self, target: np.ndarray, patches: list[Patch]) -> None:
+        """DataError that names the date of a value that is not finite."""
+        # Quick: each value is looked at only if the sum is not finite.
+        if np.isfinite(target.sum()):
+            return
+        bad = ~np.isfinite(target).all(axis=(1, 2, 3))
+        if bad.any():
+            patch = patches[bad.argmax()]
+            date = self.period.dates[patch.time]
+            cause = (
+                f"NaN or infinity on {str(date)[:16]}: a value or a chunk is missing"
+            )
+            remedy = (
+                "fill it, or give --train-times that have the month in several years"
+            )
+            raise DataError(f"{cause}; {remedy}")

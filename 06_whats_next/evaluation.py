@@ -1,0 +1,242 @@
+"""What a run is judged by: baselines without a network, a picture, speed, a summary."""
+
+import math
+import sys
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from matplotlib.figure import Figure
+from scipy.interpolate import griddata
+from scipy.spatial import QhullError
+from torch import nn
+
+from data import PatchDataset
+
+EVAL_SAMPLES = 96
+EVAL_SEED = 1991  # not --seed: every run is judged on the same patches
+BASELINE = "interpolated anomalies"  # the one to beat
+WAIT = "[_TrainingEpochLoop].train_dataloader_next"  # as Lightning's profilers call it
+
+
+def baselines(
+    dataset: PatchDataset, units: dict[str, list[int]]
+) -> dict[str, dict[str, float]]:
+    """The RMSE of each fill without a network, in each unit."""
+    squares: dict[str, np.ndarray] = {}
+    weights = 0.0
+    samples = dataset.__getitems__([(0, k) for k in range(dataset.batch_size)])
+    for k, sample in enumerate(samples):
+        mean = dataset.monthly_mean(dataset.patch(0, k))
+        anomaly = dataset.std * sample["target"]
+        seen = sample["input"][-1] > 0
+        unseen = sample["unseen"][0] > 0
+        weight = sample["weight"][0, unseen]
+        weights += sample["weight"].sum()
+        truth = mean[:, unseen] + anomaly[:, unseen]
+        truth = truth.astype("float64")  # and so are the errors
+        for name, fill in fills(mean, anomaly, seen, unseen).items():
+            error = (weight * (fill - truth) ** 2).sum(axis=-1)
+            squares[name] = squares.get(name, 0) + error
+    rmse: dict[str, dict[str, float]] = {}
+    for name, square in squares.items():
+        rmse[name] = {}
+        for unit, numbers in units.items():
+            rmse[name][unit] = float(np.sqrt(square[numbers].mean() / weights))
+    return rmse
+
+
+def fills(
+    mean: np.ndarray, anomaly: np.ndarray, seen: np.ndarray, unseen: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Four guesses of the unseen cells, (variables, cells) each, from those seen.
+
+    The month's climatology; the nearest seen cell; linear interpolation (Delaunay) of the
+    winds, and of the anomalies. `mean` and `anomaly` are (variables, H, W).
+    """
+    wind = mean + anomaly
+    climatology = mean[:, unseen]
+    nearest = interpolate(wind, seen, unseen, "nearest")
+    linear = interpolate(wind, seen, unseen, "linear")
+    anomalies = interpolate(anomaly, seen, unseen, "linear")
+    if not seen.any():
+        nearest = linear = climatology
+    return {
+        "climatology": climatology,
+        "nearest neighbour": nearest,
+        "linear interpolation": linear,
+        BASELINE: climatology + anomalies,
+    }
+
+
+def interpolate(
+    field: np.ndarray, seen: np.ndarray, unseen: np.ndarray, method: str
+) -> np.ndarray:
+    """The unseen cells from those seen, (variables, cells); 0 if nothing is seen."""
+    known = np.argwhere(seen)
+    holes = np.argwhere(unseen)
+    if not len(known):
+        return np.zeros((len(field), len(holes)))
+    values = field[:, seen].T
+    nearest = griddata(known, values, holes, method="nearest").T
+    if method == "nearest":
+        return nearest
+    with suppress(QhullError):  # too few cells for a triangle
+        linear = griddata(known, values, holes, method="linear").T
+        outside_hull = np.isnan(linear)
+        return np.where(outside_hull, nearest, linear)
+    return nearest
+
+
+def plot_example(
+    dataset: PatchDataset, units: dict[str, list[int]], network: nn.Module
+) -> Figure:
+    """Map sample 0 and the network's fill: the wind's speed, or else the first variable."""
+    sample = dataset[0, 0]
+    patch = dataset.patch(0, 0)
+    prediction = predict(network, sample["input"])
+    unseen = sample["unseen"][0] > 0
+    truth = dataset.monthly_mean(patch) + dataset.std * sample["target"]
+    error = dataset.std * (prediction - sample["target"])
+    error = np.where(unseen, error, 0)
+    is_wind = units == {"m/s": [0, 1]}
+    show = speed if is_wind else first_variable
+    wind = show(truth)
+    miss = np.abs(show(error))
+    panels = {
+        "truth": wind,
+        "seen by the satellite": np.where(unseen, np.nan, wind),
+        "filled by the network": show(truth + error),
+        "error of the fill": np.where(unseen, miss, np.nan),
+    }
+    size = dataset.space.size
+    y = dataset.grid.latitude[patch.row : patch.row + size]
+    west = dataset.grid.longitude[patch.column]
+    x = west + dataset.grid.spacing * np.arange(size)
+    low = np.nanmin(wind)
+    high = np.nanmax(wind)
+
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    for axes, (title, field) in zip(figure.subplots(2, 2).flat, panels.items()):
+        colours = {"cmap": "viridis", "vmin": low, "vmax": high}
+        beyond = "neither"
+        if "error" in title:
+            colours = {"cmap": "magma_r", "vmin": 0, "vmax": (high - low) / 3}
+            beyond = "max"
+        mesh = axes.pcolormesh(x, y, field, **colours)
+        axes.set(title=title, xlabel="longitude", ylabel="latitude", facecolor="0.8")
+        axes.xaxis.set_major_formatter(format_longitude)
+        axes.yaxis.set_major_formatter(format_latitude)
+        figure.colorbar(mesh, ax=axes, extend=beyond, label=next(iter(units)))
+    date = str(dataset.period.dates[patch.time])[:10]
+    figure.suptitle(f"{date}, kept from training")
+    return figure
+
+
+def predict(network: nn.Module, inputs: np.ndarray) -> np.ndarray:
+    """The network's answer to one sample, (variables, H, W)."""
+    device = next(network.parameters()).device
+    with torch.no_grad():
+        answer = network(torch.from_numpy(inputs)[None].to(device))
+    return answer[0].cpu().numpy()
+
+
+def speed(wind: np.ndarray) -> np.ndarray:
+    """Of u and v, (2, H, W)."""
+    return np.hypot(wind[0], wind[1])
+
+
+def first_variable(fields: np.ndarray) -> np.ndarray:
+    return fields[0]
+
+
+def format_latitude(degrees: float, position: int | None = None) -> str:
+    """As on a map: 60 °S, not -60 °N."""
+    if degrees == 0:
+        return "0°"
+    hemisphere = "N" if degrees > 0 else "S"
+    return f"{abs(degrees):g} °{hemisphere}"
+
+
+def format_longitude(degrees: float, position: int | None = None) -> str:
+    """As on a map: 90 °W, not 270 °E."""
+    degrees = (degrees + 180) % 360 - 180
+    if degrees in (0, -180):
+        return f"{abs(degrees):g}°"
+    hemisphere = "E" if degrees > 0 else "W"
+    return f"{abs(degrees):g} °{hemisphere}"
+
+
+class StepClock(Callback):
+    """Times the loop by the wall clock, without its first step, which starts everything up.
+
+    Seconds of a batch go from the end of the batch before to its own end, so that they
+    include the wait for data, the copy to the device, the step and what is logged.
+    """
+
+    def __init__(self):
+        self.seconds: list[float] = []
+        self.waits: list[float] = []
+        self.first_batches = 1  # those of the first step
+        self.mark = 0.0
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.first_batches = trainer.accumulate_grad_batches
+        self.waits = trainer.profiler.recorded_durations[WAIT]  # SimpleProfiler's
+        self.mark = perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
+    ) -> None:
+        now = perf_counter()
+        self.seconds.append(now - self.mark)
+        self.mark = now
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.mark = perf_counter()
+
+    def throughput(self, batch_size: int) -> dict[str, float]:
+        """Samples/s, and the share of the time spent waiting for data; {} after one step."""
+        seconds = self.seconds[self.first_batches :]
+        waits = self.waits[self.first_batches : len(self.seconds)]
+        if not seconds:
+            return {}
+        samples = batch_size * len(seconds) / self.first_batches
+        return {
+            "samples_per_second": samples / sum(seconds),
+            "data_wait_share": sum(waits) / sum(seconds),
+        }
+
+
+def peak_memory_gb() -> float:
+    """The most that this process has held; NaN on Windows."""
+    with suppress(ImportError):
+        import resource
+
+        unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return math.nan
+
+
+def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:
+    """Print what a reader wants to know of a run, in one block."""
+    rmse = metrics["rmse"]["U-Net"]
+    to_beat = metrics["rmse"][BASELINE]
+    span = " to ".join(test_times)
+    print(f"\nRMSE over the unseen cells of {span}, {', '.join(rmse)}")
+    for name, row in metrics["rmse"].items():
+        print(f"  {name:30}", *(f"{value:8.3f}" for value in row.values()))
+    gains = [f"{rmse[unit] / to_beat[unit] - 1:+8.1%}" for unit in rmse]
+    print(f"  against {BASELINE}", *gains)
+    if "samples_per_second" in metrics:
+        rate = f"{metrics['samples_per_second']:.1f} samples/s"
+        print(f"{rate}, {metrics['data_wait_share']:.1%} of the time waiting for data")
+    if "requests_per_sample" in metrics:
+        size = f"{metrics['bytes_per_sample'] / 1e6:.2f} MB"
+        print(f"{metrics['requests_per_sample']:.1f} requests and {size} for a sample")
+    memory = f"peak memory {metrics['peak_memory_gb']:.1f} GB"
+    print(f"{metrics['steps']} steps in {metrics['seconds']:.0f} s, {memory}")
+    print(f"picture: {picture}")

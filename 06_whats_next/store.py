@@ -1,0 +1,228 @@
+"""A Zarr store behind a path or a URL, read many regions at once, every request counted."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import torch
+import xarray as xr
+from lightning.pytorch import Callback, LightningModule, Trainer
+from obstore.auth.boto3 import Boto3CredentialProvider
+from obstore.exceptions import (
+    NotSupportedError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import HTTPStore, from_url
+from zarr.abc.store import Store as ZarrStore
+from zarr.storage import ObjectStore, WrapperStore
+
+from errors import DataError, first_line
+from fields import select_variables
+
+READS_AT_ONCE = 64  # of one process; each may ask for several chunks
+# Objects of metadata, each of which may be absent.
+METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a store is, and how to reach it."""
+
+    url: str  # or a path
+    endpoint: str | None = None  # of an S3 server other than AWS's
+    anonymous: bool = False
+    retry_timeout: int = 120  # seconds for which a failed read is tried again
+
+
+class CountingStore(WrapperStore):
+    """Counts its reads, names the object that fails, and knows which must not be missing."""
+
+    def __init__(self, store: ObjectStore):
+        super().__init__(store)
+        self.requests = 0
+        self.bytes_read = 0
+        self.complete: set[str] = set()  # arrays in which a missing chunk is damage
+
+    async def get(self, key: str, *how, **more):
+        """The bytes of an object, or None if there is none.
+
+        DataError if the client has given up, or if a chunk must not be missing.
+        """
+        content = None
+        try:
+            content = await super().get(key, *how, **more)
+        except NotSupportedError as error:
+            reason = "shards need range requests, which this server ignores"
+            remedy = "copy the store to a disk or a bucket, or write it without shards"
+            raise DataError(f"{key}: {reason}; {remedy}") from error
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            # S3 answers 403 for an absent object, not 404, if the caller may not list.
+            if not key.endswith(METADATA):
+                remedy = "check credentials, or give --anonymous"
+                raise DataError(f"{key}: {first_line(error)}; {remedy}") from error
+        except Exception as error:  # obstore's errors share no base
+            raise DataError(f"{key}: {first_line(error)}") from error
+        self.requests += 1  # all reads run in one thread, that of Zarr's event loop
+        if content is not None:
+            self.bytes_read += len(content)
+        elif key.split("/")[0] in self.complete and not key.endswith(METADATA):
+            remedy = "copy it again, or choose other times"
+            raise DataError(f"{key}: this chunk is missing; {remedy}")
+        return content
+
+    if hasattr(ZarrStore, "get_ranges"):  # from zarr 3.3 on, shards are read by it
+        get_ranges = ZarrStore.get_ranges  # through get(), not past it
+
+    def list_dir(self, prefix: str):
+        """The names under a prefix. A web server has none, and obstore would keep asking."""
+        if isinstance(self._store.store, HTTPStore):
+            reason = "no consolidated metadata, and a web server cannot list a store"
+            remedy = "run zarr.consolidate_metadata where the store can be written"
+            raise DataError(f"{reason}; {remedy}")
+        return super().list_dir(prefix)
+
+
+def connect(location: Location) -> CountingStore:
+    """A client of the store. It retries, ever more slowly, until `retry_timeout` is over."""
+    url = location.url
+    options = {}
+    if "://" in url:
+        options = client_options(location)
+    else:
+        url = Path(url).absolute().as_uri()
+    return CountingStore(ObjectStore(from_url(url, **options), read_only=True))
+
+
+def client_options(location: Location) -> dict:
+    """What obstore needs to know of a bucket or a web server."""
+    timeout = timedelta(seconds=location.retry_timeout)
+    client = {"allow_http": True, "read_timeout": "10s", "timeout": timeout}
+    options: dict = {"client_options": client}
+    options["retry_config"] = {"max_retries": 1000, "retry_timeout": timeout}
+    if location.endpoint:
+        options["endpoint"] = location.endpoint
+    if location.anonymous and not location.url.startswith("http"):
+        options["skip_signature"] = True
+    elif location.url.startswith("s3:"):  # obstore does not look into ~/.aws by itself
+        ttl = timedelta(minutes=5)
+        options["credential_provider"] = Boto3CredentialProvider(ttl=ttl)
+    return options
+
+
+def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
+    """The store, and all of its variables, none of their values read."""
+    try:
+        store = connect(location)
+        return store, xr.open_zarr(store, chunks=None)
+    except FileNotFoundError as error:
+        reason = "no Zarr store is there, or none that you may read"
+        remedy = "check URL and --endpoint, and credentials or --anonymous"
+        raise DataError(f"{reason}; {remedy}") from error
+    except DataError:
+        raise
+    except Exception as error:  # obstore's, boto3's, Zarr's and xarray's share no base
+        remedy = "check URL and credentials, or give --anonymous"
+        raise DataError(f"{first_line(error)}; {remedy}") from error
+
+
+def may_miss_chunks(encoding: dict) -> bool:
+    """Whether a missing chunk reads as missing values. Else it would read as a number."""
+    masked = encoding.get("_FillValue")
+    fill = encoding.get("fill_value", masked)
+    return fill is not None and bool(np.isnan(fill) or fill == masked)
+
+
+class FieldReader:
+    """Reads regions of some variables of a store.
+
+    Each process opens the store for itself, at its first read: a client's threads and
+    connections survive neither a fork nor a pickle.
+    """
+
+    def __init__(self, location: Location, variables: list[str]):
+        self.location = location
+        self.variables = variables
+        self.opening = Lock()
+        self.store: CountingStore | None = None
+        self.fields: xr.Dataset | None = None
+
+    def __getstate__(self) -> dict:
+        return {"location": self.location, "variables": self.variables}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(**state)
+
+    def open(self) -> xr.Dataset:
+        """The variables. The reads that open the store are not counted."""
+        with self.opening:  # many threads may come at once
+            if self.fields is None:
+                self.store, dataset = open_store(self.location)
+                self.fields = select_variables(dataset, self.variables)
+                for name in self.variables:
+                    if not may_miss_chunks(self.fields[name].encoding):
+                        self.store.complete.add(name)
+                self.store.requests = 0
+                self.store.bytes_read = 0
+        return self.fields
+
+    def read(self, name: str, region: dict) -> np.ndarray:
+        """A variable in a region, (latitude, longitude), or (time, latitude, longitude).
+
+        DataError says where reading or decoding failed.
+        """
+        fields = self.open()
+        try:
+            values = fields.variables[name].isel(region).load()
+        except Exception as error:
+            dates = np.atleast_1d(fields.time.values[region["time"]])
+            when = str(dates[0])[:16]
+            if len(dates) > 1:
+                when = f"{len(dates)} times from {when} on"
+            raise DataError(f"{name} of {when}: {first_line(error)}") from error
+        dims = ("time", "latitude", "longitude")
+        return values.transpose(*dims, missing_dims="ignore").values
+
+    def read_at_once(self, regions: list[dict]) -> np.ndarray:
+        """All variables in each region, (regions, variables, H, W), a thread for each read."""
+        names = self.variables * len(regions)
+        repeated = [region for region in regions for _ in self.variables]
+        with ThreadPoolExecutor(READS_AT_ONCE) as threads:
+            parts = list(threads.map(self.read, names, repeated))
+        values = np.stack(parts).astype("float32", copy=False)
+        return values.reshape(len(regions), len(self.variables), *values.shape[1:])
+
+    def traffic(self) -> tuple[int, int]:
+        """Requests and bytes so far, since the store was opened in this process."""
+        if self.store is None:
+            return 0, 0
+        return self.store.requests, self.store.bytes_read
+
+
+class RequestCounter(Callback):
+    """Adds up what the training batches cost: batch["traffic"], see wind_blocks.py."""
+
+    def __init__(self):
+        self.total = torch.zeros(3, dtype=torch.int64)
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        # Where the batches are: to fetch each step's numbers would wait for the device.
+        self.total = torch.zeros_like(self.total, device=module.device)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
+    ) -> None:
+        self.total += batch["traffic"]
+
+    def per_sample(self) -> dict[str, float]:
+        """Requests and bytes for each sample of this rank; nothing if it had none."""
+        requests, size, samples = self.total.tolist()
+        if not samples:
+            return {}
+        return {
+            "requests_per_sample": requests / samples,
+            "bytes_per_sample": size / samples,
+        }

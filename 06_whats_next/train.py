@@ -1,0 +1,266 @@
+"""Chapter 6: fill the wind between a satellite's swaths, in a run that survives.
+
+    uv run python train.py --resume auto   # start, or go on from the newest checkpoint
+    uv run python train.py --store s3://bucket/winds.zarr --checkpoint-dir s3://bucket/run
+
+You should see the RMSE of the network below that of four baselines, and a picture. Kill it
+whenever you like and give the same command again: it ends at the same weights, to the bit.
+The files beside this one have one subject each. Read this one first, from top to bottom.
+
+Exit codes: 0, finished. 2, something to mend. 75, stopped with a checkpoint: run it again.
+1, a rank was lost, or the last checkpoint could not be written: run it again.
+"""
+
+import gc
+import json
+import sys
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import DDPStrategy
+from torch import distributed
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import evaluation
+from boundary import StepBoundary, Stopped
+from checkpoints import (
+    BackgroundWriter,
+    CheckpointFolder,
+    Start,
+    find_start,
+    print_note,
+)
+from climatology import load_climatology
+from command_line import call_with_store, run
+from data import Grid, PatchDataset
+from datamodule import WindDataModule
+from errors import DataError
+from evaluation import EVAL_SAMPLES, EVAL_SEED, StepClock
+from fields import Period, group_by_unit, split_times
+from heartbeat import Heartbeat, is_lost_rank, name_lost_rank
+from model import FillGaps
+from options import Options
+from preemption import Preemption
+from recovery import BadLoss, LossHistory, SkippingOrder, Window, batch_number
+from store import FieldReader, Location, RequestCounter
+from wind_blocks import WindBlocks
+
+
+def make_data(options: Options, location: Location, start: Start) -> WindDataModule:
+    """Patches to train on, to validate on and to test on; none is read yet."""
+    reader = FieldReader(location, options.variables)
+    fields = reader.open()
+    spans = {
+        "--train-times": options.train_times,
+        "--validation-times": options.validation_times,
+        "--test-times": options.test_times,
+    }
+    training, validation, test = split_times(fields.time, spans)
+    climatology = load_climatology(reader, training, options.train_times)
+    grid = Grid(fields.latitude.values, fields.longitude.values)
+    size = options.patch_size
+    batch_size = options.batch_size
+    per_block = options.patches_per_block
+
+    def make_dataset(period: Period, batch_size: int, seed: int) -> PatchDataset:
+        return PatchDataset(
+            reader.read_at_once, grid, period, climatology, size, batch_size, seed
+        )
+
+    blocks = WindBlocks(
+        make_dataset(training, batch_size, options.seed),
+        FieldReader(location, options.variables),  # its own: only its reads are counted
+        per_block,
+    )
+    slots = options.shuffle_slots
+    order = SkippingOrder(
+        len(blocks), batch_size, slots, per_block, options.seed, start.skipped
+    )
+    return WindDataModule(
+        asdict(options),
+        order,
+        blocks,
+        make_dataset(validation, EVAL_SAMPLES, EVAL_SEED),
+        make_dataset(test, EVAL_SAMPLES, EVAL_SEED),
+        start.step,
+        options.num_workers,
+        options.start_method,
+    )
+
+
+def make_model(options: Options, data: WindDataModule) -> FillGaps:
+    """The network for these data, with its loss and its learning rate."""
+    units = group_by_unit(data.blocks.reader.open(), options.variables)
+    std = data.test.std.flatten().tolist()
+    steps = options.max_steps
+    rate = options.learning_rate
+    model = FillGaps(std, units, rate, steps, options.seed, options.padding)
+    if options.compile:
+        model.model.compile()  # not the LightningModule: self.log would break the graph
+    return model
+
+
+class LossBar(TQDMProgressBar):
+    """Shows the last loss. With prog_bar=True, Lightning would read it in every step."""
+
+    def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict:
+        metrics = super().get_metrics(trainer, module)
+        if "loss" in trainer.callback_metrics:
+            metrics["loss"] = trainer.callback_metrics["loss"].item()
+        return metrics
+
+
+def make_trainer(
+    options: Options, callbacks: list[Callback], log: str, writer: BackgroundWriter
+) -> Trainer:
+    """Lightning's loop, as the flags have it."""
+    timeout = timedelta(seconds=options.process_group_timeout)
+    several = options.devices * options.num_nodes > 1
+    return Trainer(
+        accelerator=options.accelerator,
+        devices=options.devices,
+        num_nodes=options.num_nodes,
+        precision=options.precision,
+        strategy=DDPStrategy(timeout=timeout) if several else "auto",
+        max_epochs=1,  # the sampler's only epoch is the whole run
+        max_steps=options.max_steps,
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        val_check_interval=options.validate_every * options.accumulate_grad_batches,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=options.log_every,
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        profiler=SimpleProfiler(),
+        logger=CSVLogger(
+            options.output_dir,
+            "",
+            log,
+            flush_logs_every_n_steps=options.checkpoint_every,
+        ),
+        callbacks=[*callbacks, LearningRateMonitor(), LossBar(options.log_every)],
+        plugins=[writer],
+    )
+
+
+def run_from(
+    start: Start, options: Options, location: Location, preemption: Preemption
+) -> dict:
+    """Train from here on, judge and draw; return the headline metrics on rank 0.
+
+    BadLoss at a loss that must not reach a checkpoint.
+    """
+    began = perf_counter()
+    folder = Path(options.output_dir)
+    data = make_data(options, location, start)
+    gc.freeze()  # else the collector stops all reads for 0.4 s to look at modules
+    model = make_model(options, data)
+    units = model.hparams.units
+    checkpoints = open_checkpoints(options)
+    writer = BackgroundWriter(checkpoints, options.keep, start.checkpoint)
+    boundary = StepBoundary(
+        writer,
+        preemption,
+        LossHistory(options.spike_factor),
+        start.skipped,
+        options.checkpoint_every,
+        options.checkpoint_minutes,
+        options.validate_every,
+        options.grace,
+    )
+    clock = StepClock()
+    counter = RequestCounter()
+    heartbeat = Heartbeat(folder, options.process_group_timeout)
+    log = f"resumed_at_{start.step}" if start.name else ""
+    trainer = make_trainer(options, [clock, counter, heartbeat, boundary], log, writer)
+    if trainer.is_global_zero:
+        checkpoints.delete_later(start.step)
+
+    try:
+        trainer.fit(model, datamodule=data, ckpt_path=start.name)
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        lost = name_lost_rank(folder, trainer.global_rank, trainer.world_size)
+        print(f"\n{lost}; --resume auto goes on", file=sys.stderr)
+        raise Stopped(1) from error
+    finally:
+        writer.finish()
+    tested = trainer.test(model, datamodule=data, verbose=False)[0]
+    if not trainer.is_global_zero:
+        return {}
+
+    metrics: dict = {"steps": options.max_steps}
+    metrics |= clock.throughput(options.batch_size)
+    metrics["peak_memory_gb"] = evaluation.peak_memory_gb()
+    if options.count_requests:
+        metrics |= counter.per_sample()
+    rmse = evaluation.baselines(data.test, units)
+    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
+    metrics["rmse"] = rmse
+    metrics["skipped_batches"] = [list(window) for window in start.skipped]
+    picture = folder / "fill.png"
+    evaluation.plot_example(data.test, units, model.model).savefig(picture)
+    metrics["seconds"] = perf_counter() - began
+    (folder / "summary.json").write_text(json.dumps(metrics, indent=2))
+    evaluation.print_summary(metrics, options.test_times, picture)
+    if writer.failure:
+        print_note(f"the last checkpoint is not there: {writer.failure}")
+        raise Stopped(1)
+    return metrics
+
+
+def open_checkpoints(options: Options) -> CheckpointFolder:
+    """Where this run's checkpoints are."""
+    return CheckpointFolder(
+        Location(
+            options.checkpoint_dir,
+            options.endpoint,
+            retry_timeout=options.retry_timeout,
+        )
+    )
+
+
+def skip_batches(bad: BadLoss, start: Start, options: Options) -> Start:
+    """The newest checkpoint, which is older than the bad loss, and the batches to skip."""
+    first = batch_number(bad.step, start.skipped)
+    window = Window(first, first + options.skip_batches)
+    skipped = (*start.skipped, window)
+    if len(skipped) > options.max_skips:
+        remedy = "lower --learning-rate, or look at these batches"
+        raise DataError(f"--max-skips {options.max_skips}: {bad} again; {remedy}")
+    if distributed.is_initialized():
+        distributed.barrier()  # rank 0 has written what it was writing
+    found = find_start(open_checkpoints(options), "auto", asdict(options))
+    print_note(f"{bad}: back to step {found.step}, without batches {list(window)}")
+    return replace(found, skipped=skipped)
+
+
+@record  # torchrun then reports the first error of all ranks
+def train(options: Options, location: Location) -> dict:
+    """Train to the end, going back to a checkpoint whenever a loss is bad."""
+    preemption = Preemption(Path(options.output_dir), options.max_hours, options.spot)
+    checkpoints = open_checkpoints(options)
+    start = find_start(checkpoints, options.resume, asdict(options))
+    if options.resume not in ("last", "auto") and not options.overwrite:
+        checkpoints.refuse_later(start.step)
+    while True:
+        try:
+            return run_from(start, options, location, preemption)
+        except BadLoss as bad:
+            start = skip_batches(bad, start, options)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Train on the store that is named, or on a small one; errors end with code 2."""
+    return call_with_store(train, __doc__.splitlines()[0], argv)
+
+
+if __name__ == "__main__":
+    run(main)
