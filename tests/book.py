@@ -61,6 +61,7 @@ CARRIED = {
         "fields.py",
         "model.py",
         "ruff.toml",
+        "records.py",
         "sampling.py",
         "store.py",
         "wind_blocks.py",
