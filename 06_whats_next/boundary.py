@@ -12,6 +12,8 @@ from checkpoints import BackgroundWriter, CheckpointError, print_note, step_name
 from preemption import EXIT_AGAIN, TEXTS, Agreement, Preemption, Reason
 from recovery import LossHistory, Window
 
+EXIT_LOST = 1  # a rank, or the last checkpoint: the same command again may go well
+
 
 def settle_buckets(trainer: Trainer, module: LightningModule) -> None:
     """Let DDP place the gradients in its buckets as it does from the second step on.

@@ -1,43 +1,28 @@
-"""Checkpoints that are whole, in a folder or a bucket, and the newest that a run can go on from."""
+"""Checkpoints that are whole, in a folder or a bucket, written while training goes on."""
 
+import os
 import re
+import shutil
 import zipfile
-import zlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import obstore
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from obstore.exceptions import BaseError
-from obstore.store import LocalStore, from_url
+from obstore.store import from_url
 
 from errors import DataError, first_line
-from recovery import Window
 from store import Location, client_options
 
-# What a run and the one that resumes it have in common. A checkpoint keeps what the model
-# was made with and what the data were made with apart.
-MODEL_KEYS = ("learning_rate", "max_steps", "seed", "padding")
-DATA_KEYS = (
-    "variables",
-    "train_times",
-    "validation_times",
-    "test_times",
-    "patch_size",
-    "batch_size",
-    "accumulate_grad_batches",
-    "patches_per_block",
-    "shuffle_slots",
-    "precision",
-)
-RESUME_KEYS = {"hyper_parameters": MODEL_KEYS, "datamodule_hyper_parameters": DATA_KEYS}
-PARTS = {"global_step", "optimizer_states", "callbacks", *RESUME_KEYS}
 BEST = "best.ckpt"
-STORE_ERRORS = (BaseError, OSError)  # of obstore, and of the system
+# Of obstore, of the system, and of torch.save on a full disk.
+STORE_ERRORS = (BaseError, OSError, RuntimeError)
 
 
 class CheckpointError(Exception):
@@ -55,21 +40,52 @@ def step_of(name: str) -> int:
 
 
 class CheckpointFolder:
-    """Whole files in a local folder or in a bucket.
+    """Whole checkpoints in a folder: written aside, read back, and then renamed.
 
-    A bucket shows an object once all of it is there. obstore does the same on a disk: it
-    writes to another name and renames. A kill leaves the old file, or none.
+    Renaming is one act of the file system: a kill leaves the old file or the new one.
     """
+
+    def __init__(self, path: str):
+        self.url = path
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def names(self) -> list[str]:
+        """The checkpoints of steps, the newest first."""
+        found = [path.name for path in self.path.glob("step_*.ckpt")]
+        return sorted(found, reverse=True)
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def write(self, name: str, checkpoint: dict) -> None:
+        """Save a checkpoint; OSError or RuntimeError if it cannot be, and none is there."""
+        aside = self.path / "part.ckpt"
+        try:
+            save_whole(checkpoint, aside)
+            os.replace(aside, self.path / name)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+    def delete(self, name: str) -> None:
+        (self.path / name).unlink()
+
+    def copy(self, name: str, target: str) -> None:
+        aside = self.path / "part.ckpt"
+        shutil.copy(self.path / name, aside)
+        os.replace(aside, self.path / target)
+
+
+class CheckpointBucket:
+    """Whole checkpoints in a bucket, which shows an object once all of it is there."""
 
     def __init__(self, location: Location):
         self.url = location.url
-        if "://" in location.url:
-            self.store = from_url(location.url, **client_options(location))
-        else:
-            self.store = LocalStore(location.url, mkdir=True)
+        self.store = from_url(location.url, **client_options(location))
 
     def names(self) -> list[str]:
-        """The checkpoints of steps, the newest first; DataError if the place is not there."""
+        """The checkpoints of steps, the newest first; DataError if nothing answers."""
         try:
             batches = list(obstore.list(self.store))
         except STORE_ERRORS as error:
@@ -84,14 +100,15 @@ class CheckpointFolder:
     def read(self, name: str) -> bytes:
         return obstore.get(self.store, name).bytes().to_bytes()
 
-    def write(self, name: str, content: memoryview) -> None:
-        """Write a file and read it back; OSError if the bytes are not those written."""
-        obstore.put(self.store, name, content)
-        checksum = 0
-        for part in obstore.get(self.store, name).stream():
-            checksum = zlib.crc32(part, checksum)
-        if checksum != zlib.crc32(content):
-            raise OSError(f"{name} reads back as other bytes than those written")
+    def write(self, name: str, checkpoint: dict) -> None:
+        """Save a checkpoint: first to a file, for the client to send in parts."""
+        with TemporaryDirectory() as folder:
+            file = Path(folder, name)
+            save_whole(checkpoint, file)
+            obstore.put(self.store, name, file)
+            size = obstore.head(self.store, name)["size"]
+            if size != file.stat().st_size:
+                raise OSError(f"{name} has {size} bytes in the bucket")
 
     def delete(self, name: str) -> None:
         obstore.delete(self.store, name)
@@ -99,20 +116,35 @@ class CheckpointFolder:
     def copy(self, name: str, target: str) -> None:
         obstore.copy(self.store, name, target)
 
-    def later_names(self, step: int) -> list[str]:
-        """The checkpoints of later steps than this one."""
-        return [name for name in self.names() if step_of(name) > step]
 
-    def refuse_later(self, step: int) -> None:
-        """DataError if there are checkpoints of a run that has come further."""
-        for name in self.later_names(step):
-            remedy = "give --resume to go on from it, --overwrite, or another folder"
-            raise DataError(f"--checkpoint-dir {self.url}: has {name}; {remedy}")
+Checkpoints = CheckpointFolder | CheckpointBucket
 
-    def delete_later(self, step: int) -> None:
-        """Delete checkpoints that are damaged, or given up: they count as the newest."""
-        for name in self.later_names(step):
-            self.delete(name)
+
+def open_checkpoints(location: Location) -> Checkpoints:
+    """The checkpoints at a path, or at a URL such as s3://bucket/run."""
+    if "://" in location.url:
+        return CheckpointBucket(location)
+    return CheckpointFolder(location.url)
+
+
+def save_whole(checkpoint: dict, path: Path) -> None:
+    """Save a checkpoint and read it back; OSError if the disk has other bytes."""
+    with open(path, "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    damaged = find_damage(path)
+    if damaged:
+        raise OSError(f"{damaged} reads back as other bytes than those written")
+
+
+def find_damage(file: Path | BytesIO) -> str | None:
+    """The first part of a checkpoint whose bytes are not those that were saved.
+
+    torch.save writes a zip file with a checksum of each tensor, at which torch.load does not
+    look. zipfile.BadZipFile if the end is missing.
+    """
+    return zipfile.ZipFile(file).testzip()
 
 
 class Staging:
@@ -150,9 +182,7 @@ class BackgroundWriter(CheckpointIO):
     At most one checkpoint is being written. `failure` says why the last one is not there.
     """
 
-    def __init__(
-        self, folder: CheckpointFolder, keep: int, resumed: dict | None = None
-    ):
+    def __init__(self, folder: Checkpoints, keep: int, resumed: dict | None = None):
         self.folder = folder
         self.keep = keep
         self.resumed = resumed
@@ -174,11 +204,9 @@ class BackgroundWriter(CheckpointIO):
 
     def write(self, checkpoint: dict, name: str) -> None:
         """Write a checkpoint, then delete all but the newest. An error ends no run."""
-        file = BytesIO()
-        torch.save(checkpoint, file)
         self.failure = None
         try:
-            self.folder.write(name, file.getbuffer())
+            self.folder.write(name, checkpoint)
             for old in self.folder.names()[self.keep :]:
                 self.folder.delete(old)
         except (DataError, *STORE_ERRORS) as error:
@@ -224,84 +252,3 @@ class BackgroundWriter(CheckpointIO):
 def print_note(text: str) -> None:
     """A line below the progress bar."""
     print(f"\nnote: {text}", flush=True)
-
-
-@dataclass
-class Start:
-    """Where a run begins: at step 0, or where a checkpoint was saved."""
-
-    step: int = 0
-    name: str | None = None
-    checkpoint: dict | None = None
-    skipped: tuple[Window, ...] = ()  # batches that the run has left out so far
-
-
-def find_start(folder: CheckpointFolder, resume: str | None, options: dict) -> Start:
-    """Where a run of these options begins.
-
-    `resume`: None, from step 0; "last", from the newest checkpoint that is whole; "auto",
-    the same, or from step 0 if there is no checkpoint at all; else the path of one.
-    CheckpointError if there is none, or if it is of a run with other options.
-    """
-    if resume is None:
-        return Start()
-    if resume not in ("last", "auto"):
-        parent, _, name = resume.rpartition("/")
-        location = Location(parent or ".")
-        return make_start(name, load_whole(CheckpointFolder(location), name), options)
-    names = folder.names()
-    if not names and resume == "auto":
-        return Start()
-    for name in names:
-        try:
-            checkpoint = load_whole(folder, name)
-        except CheckpointError as error:
-            print_note(f"{name} {error}; trying the one before it")
-            continue
-        return make_start(name, checkpoint, options)
-    raise CheckpointError(f"no whole checkpoint in {folder.url}; give no --resume")
-
-
-def load_whole(folder: CheckpointFolder, name: str) -> dict:
-    """A checkpoint; CheckpointError unless all of its bytes are as they were written.
-
-    torch.save writes a zip file, with a checksum of each tensor that torch.load ignores.
-    """
-    try:
-        file = BytesIO(folder.read(name))
-        damaged = zipfile.ZipFile(file).testzip()
-    except FileNotFoundError as error:
-        remedy = "to start anew, give no --resume"
-        raise CheckpointError(f"no such file; {remedy}") from error
-    except (*STORE_ERRORS, zipfile.BadZipFile) as error:
-        reason = f"cannot be read ({first_line(error)})"
-        raise CheckpointError(f"{reason}; give a whole checkpoint") from error
-    if damaged:
-        reason = f"has other bytes than those written, in {damaged}"
-        raise CheckpointError(f"{reason}; give a whole checkpoint")
-    file.seek(0)
-    try:
-        saved = torch.load(file, map_location="cpu", weights_only=True)
-        missing = PARTS - saved.keys()
-    except Exception as error:  # torch raises many kinds, depending on the bytes
-        kind = type(error).__name__
-        reason = f"cannot be read ({kind}); give a whole checkpoint"
-        raise CheckpointError(reason) from error
-    if missing:
-        listed = ", ".join(sorted(missing))
-        raise CheckpointError(f"has no {listed}; give one that this chapter wrote")
-    return saved
-
-
-def make_start(name: str, saved: dict, options: dict) -> Start:
-    """Go on from a checkpoint; CheckpointError if its run had other options."""
-    for part, keys in RESUME_KEYS.items():
-        for key in keys:
-            before = saved[part].get(key)
-            if options[key] != before:
-                flag = f"--{key.replace('_', '-')}"
-                reason = f"has {flag} {before}, not {options[key]}"
-                raise CheckpointError(f"{reason}; give {flag} that, or no --resume")
-    boundary = saved["callbacks"]["StepBoundary"]
-    skipped = tuple(Window(*window) for window in boundary["skipped"])
-    return Start(saved["global_step"], name, saved, skipped)

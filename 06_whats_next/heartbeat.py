@@ -4,6 +4,7 @@ import faulthandler
 import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ class Heartbeat(Callback):
         place |= {"host": socket.gethostname(), "pid": os.getpid()}
         line = json.dumps(place)[:LINE_BYTES].ljust(LINE_BYTES)
         os.pwrite(self.file, line.encode(), 0)
-        faulthandler.dump_traceback_later(self.patience, exit=True)
+        stderr = sys.__stderr__  # a notebook's has no file
+        faulthandler.dump_traceback_later(self.patience, exit=True, file=stderr)
 
     def on_train_batch_start(
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int

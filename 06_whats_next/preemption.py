@@ -58,6 +58,7 @@ class Preemption:
         self.seen = Reason.NONE
         self.closed = Event()
         self.install()
+        self.look()
         Thread(target=self.poll, daemon=True).start()
 
     def install(self) -> None:
@@ -77,12 +78,14 @@ class Preemption:
 
     def poll(self) -> None:
         """Look for what comes by no signal, from a thread of its own."""
-        while not self.closed.is_set():
-            if self.stop_file.exists():
-                self.want(Reason.FILE)
-            if self.spot and has_spot_notice(self.spot):
-                self.want(Reason.SPOT)
-            self.closed.wait(POLL_SECONDS)
+        while not self.closed.wait(POLL_SECONDS):
+            self.look()
+
+    def look(self) -> None:
+        if self.stop_file.exists():
+            self.want(Reason.FILE)
+        if self.spot and has_spot_notice(self.spot):
+            self.want(Reason.SPOT)
 
     def reason(self) -> Reason:
         """Why this rank wants to stop now, if it does."""

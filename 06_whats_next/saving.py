@@ -22,7 +22,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from checkpoints import BackgroundWriter, CheckpointFolder, Staging, step_name
 from model import UNet
 from records import save_rows, spread
-from store import Location
 
 WIDTHS = {"this network": 24, "50 million parameters": 328}
 PATCH_SIZES = {"this network": 64, "50 million parameters": 16}
@@ -79,7 +78,7 @@ def save_here(
     training: Training, folder: Path, staging: Staging
 ) -> tuple[float, float]:
     """This chapter's: a copy, then a thread that writes and reads back."""
-    writer = BackgroundWriter(CheckpointFolder(Location(str(folder))), keep=1)
+    writer = BackgroundWriter(CheckpointFolder(str(folder)), keep=1)
     writer.staging = staging
     began = perf_counter()
     writer.save_checkpoint(training.state(), step_name(1))
@@ -96,7 +95,7 @@ def cost_of_a_save(training: Training, folder: Path, staging: Staging) -> dict:
     save = save_here(training, folder, staging)
     step = median(time_call(training.step) for _ in range(3))
     steps = max(2, round(1.5 * save[1] / step))
-    writer = BackgroundWriter(CheckpointFolder(Location(str(folder))), keep=1)
+    writer = BackgroundWriter(CheckpointFolder(str(folder)), keep=1)
     writer.staging = staging
     began = perf_counter()
     for _ in range(steps):
@@ -155,13 +154,17 @@ def print_rows(rows: list[dict]) -> None:
             cost = row["cost_ms"]["median"]
             seconds = row["interval_seconds"]
             text = f"a save costs {cost:.0f} ms in all"
-            print(f"{row['network']}: {text}; every {seconds:.1f} s it costs {SHARE:.0%}")
+            print(
+                f"{row['network']}: {text}; every {seconds:.1f} s it costs {SHARE:.0%}"
+            )
             continue
         wait = row["wait_ms"]
         spread_of_wait = f"({wait['min']:.1f} to {wait['max']:.1f})"
         written = row["written_ms"]["median"]
         print(f"{row['network']:22} {row['way']:23}", end="")
-        print(f"{wait['median']:8.1f} ms {spread_of_wait}, written after {written:.0f} ms")
+        print(
+            f"{wait['median']:8.1f} ms {spread_of_wait}, written after {written:.0f} ms"
+        )
 
 
 def main(argv: list[str] | None = None) -> dict:

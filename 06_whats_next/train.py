@@ -14,7 +14,7 @@ Exit codes: 0, finished. 2, something to mend. 75, stopped with a checkpoint: ru
 import gc
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -28,26 +28,20 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import evaluation
-from boundary import StepBoundary, Stopped
-from checkpoints import (
-    BackgroundWriter,
-    CheckpointFolder,
-    Start,
-    find_start,
-    print_note,
-)
+from boundary import EXIT_LOST, StepBoundary, Stopped
+from checkpoints import BackgroundWriter, open_checkpoints, print_note
 from climatology import load_climatology
 from command_line import call_with_store, run
 from data import Grid, PatchDataset
 from datamodule import WindDataModule
-from errors import DataError
 from evaluation import EVAL_SAMPLES, EVAL_SEED, StepClock
 from fields import Period, group_by_unit, split_times
 from heartbeat import Heartbeat, is_lost_rank, name_lost_rank
 from model import FillGaps
 from options import Options
 from preemption import Preemption
-from recovery import BadLoss, LossHistory, SkippingOrder, Window, batch_number
+from recovery import BadLoss, LossHistory, SkippingOrder
+from resume import Start, delete_later, find_start, refuse_later, skip_batches
 from store import FieldReader, Location, RequestCounter
 from wind_blocks import WindBlocks
 
@@ -152,17 +146,15 @@ def make_trainer(
 def run_from(
     start: Start, options: Options, location: Location, preemption: Preemption
 ) -> dict:
-    """Train from here on, judge and draw; return the headline metrics on rank 0.
+    """Train from here to the end; return the headline metrics on rank 0.
 
     BadLoss at a loss that must not reach a checkpoint.
     """
     began = perf_counter()
-    folder = Path(options.output_dir)
     data = make_data(options, location, start)
     gc.freeze()  # else the collector stops all reads for 0.4 s to look at modules
     model = make_model(options, data)
-    units = model.hparams.units
-    checkpoints = open_checkpoints(options)
+    checkpoints = open_checkpoints(checkpoint_location(options))
     writer = BackgroundWriter(checkpoints, options.keep, start.checkpoint)
     boundary = StepBoundary(
         writer,
@@ -176,85 +168,82 @@ def run_from(
     )
     clock = StepClock()
     counter = RequestCounter()
-    heartbeat = Heartbeat(folder, options.process_group_timeout)
+    heartbeat = Heartbeat(Path(options.output_dir), options.process_group_timeout)
     log = f"resumed_at_{start.step}" if start.name else ""
     trainer = make_trainer(options, [clock, counter, heartbeat, boundary], log, writer)
     if trainer.is_global_zero:
-        checkpoints.delete_later(start.step)
+        delete_later(checkpoints, start.step)
 
     try:
         trainer.fit(model, datamodule=data, ckpt_path=start.name)
-    except RuntimeError as error:
-        if not is_lost_rank(error):
-            raise
-        lost = name_lost_rank(folder, trainer.global_rank, trainer.world_size)
-        print(f"\n{lost}; --resume auto goes on", file=sys.stderr)
-        raise Stopped(1) from error
     finally:
         writer.finish()
     tested = trainer.test(model, datamodule=data, verbose=False)[0]
     if not trainer.is_global_zero:
         return {}
-
     metrics: dict = {"steps": options.max_steps}
     metrics |= clock.throughput(options.batch_size)
     metrics["peak_memory_gb"] = evaluation.peak_memory_gb()
     if options.count_requests:
         metrics |= counter.per_sample()
-    rmse = evaluation.baselines(data.test, units)
-    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
-    metrics["rmse"] = rmse
     metrics["skipped_batches"] = [list(window) for window in start.skipped]
-    picture = folder / "fill.png"
-    evaluation.plot_example(data.test, units, model.model).savefig(picture)
-    metrics["seconds"] = perf_counter() - began
-    (folder / "summary.json").write_text(json.dumps(metrics, indent=2))
-    evaluation.print_summary(metrics, options.test_times, picture)
+    draw_and_report(metrics, tested, options, data.test, model, began)
     if writer.failure:
         print_note(f"the last checkpoint is not there: {writer.failure}")
-        raise Stopped(1)
+        raise Stopped(EXIT_LOST)
     return metrics
 
 
-def open_checkpoints(options: Options) -> CheckpointFolder:
+def draw_and_report(
+    metrics: dict,
+    tested: dict,
+    options: Options,
+    test: PatchDataset,
+    model: FillGaps,
+    began: float,
+) -> None:
+    """Add the RMSE of the network and of the baselines; draw, save and print."""
+    units = model.hparams.units
+    rmse = evaluation.baselines(test, units)
+    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
+    metrics["rmse"] = rmse
+    folder = Path(options.output_dir)
+    picture = folder / "fill.png"
+    evaluation.plot_example(test, units, model.model).savefig(picture)
+    metrics["seconds"] = perf_counter() - began
+    (folder / "summary.json").write_text(json.dumps(metrics, indent=2))
+    evaluation.print_summary(metrics, options.test_times, picture)
+
+
+def checkpoint_location(options: Options) -> Location:
     """Where this run's checkpoints are."""
-    return CheckpointFolder(
-        Location(
-            options.checkpoint_dir,
-            options.endpoint,
-            retry_timeout=options.retry_timeout,
-        )
+    return Location(
+        options.checkpoint_dir, options.endpoint, retry_timeout=options.retry_timeout
     )
-
-
-def skip_batches(bad: BadLoss, start: Start, options: Options) -> Start:
-    """The newest checkpoint, which is older than the bad loss, and the batches to skip."""
-    first = batch_number(bad.step, start.skipped)
-    window = Window(first, first + options.skip_batches)
-    skipped = (*start.skipped, window)
-    if len(skipped) > options.max_skips:
-        remedy = "lower --learning-rate, or look at these batches"
-        raise DataError(f"--max-skips {options.max_skips}: {bad} again; {remedy}")
-    if distributed.is_initialized():
-        distributed.barrier()  # rank 0 has written what it was writing
-    found = find_start(open_checkpoints(options), "auto", asdict(options))
-    print_note(f"{bad}: back to step {found.step}, without batches {list(window)}")
-    return replace(found, skipped=skipped)
 
 
 @record  # torchrun then reports the first error of all ranks
 def train(options: Options, location: Location) -> dict:
     """Train to the end, going back to a checkpoint whenever a loss is bad."""
-    preemption = Preemption(Path(options.output_dir), options.max_hours, options.spot)
-    checkpoints = open_checkpoints(options)
+    folder = Path(options.output_dir)
+    preemption = Preemption(folder, options.max_hours, options.spot)
+    checkpoints = open_checkpoints(checkpoint_location(options))
     start = find_start(checkpoints, options.resume, asdict(options))
     if options.resume not in ("last", "auto") and not options.overwrite:
-        checkpoints.refuse_later(start.step)
-    while True:
-        try:
-            return run_from(start, options, location, preemption)
-        except BadLoss as bad:
-            start = skip_batches(bad, start, options)
+        refuse_later(checkpoints, start.step)
+    try:
+        while True:
+            try:
+                return run_from(start, options, location, preemption)
+            except BadLoss as bad:
+                start = skip_batches(bad, start, checkpoints, asdict(options))
+    except RuntimeError as error:
+        if not is_lost_rank(error) or not distributed.is_initialized():
+            raise
+        rank = distributed.get_rank()
+        lost = name_lost_rank(folder, rank, distributed.get_world_size())
+        print(f"\n{lost}; --resume auto goes on", file=sys.stderr)
+        raise Stopped(EXIT_LOST) from error
 
 
 def main(argv: list[str] | None = None) -> dict:

@@ -1,19 +1,27 @@
 """Chapter 6: runs that are killed, told to stop, starved of disk and fed NaN, and end as if nothing had happened."""
 
+import csv
 import gc
+import json
 import os
 import re
+import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import forkserver
 from pathlib import Path
+from threading import Thread
 
 import book
 import boto3
 import buckets
 import numpy as np
 import programs
+import psutil
 import pytest
 import torch
 from alone import Alone
@@ -209,33 +217,22 @@ def test_a_poisoned_batch_is_skipped_and_the_run_can_be_resumed_to_the_bit(
 def checkpoints(tmp_path: Path):
     """An empty folder of checkpoints, and a writer that keeps two of them."""
     from checkpoints import BackgroundWriter, CheckpointFolder
-    from store import Location
 
-    return BackgroundWriter(CheckpointFolder(Location(str(tmp_path / "checkpoints"))), keep=2)
-
-
-def save(writer, step: int, value: float = 0) -> str:
-    """Save a small state as a step's, and wait for the writer."""
-    from checkpoints import step_name
-
-    writer.save_checkpoint({"weights": torch.full((1000,), value), "global_step": step}, step_name(step))
-    writer.finish()
-    return step_name(step)
+    return BackgroundWriter(CheckpointFolder(str(tmp_path / "checkpoints")), keep=2)
 
 
 def test_the_newest_are_kept_and_what_is_written_is_what_was_there_at_the_save(checkpoints) -> None:
-    import obstore
     from checkpoints import step_name
 
-    put = obstore.put
+    save = torch.save
     state = {"weights": torch.zeros(1000)}
 
-    def put_late(*given) -> None:
+    def save_late(*given) -> None:
         state["weights"] += 1  # as the next step does
-        put(*given)
+        save(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(obstore, "put", put_late)
+        patch.setattr(torch, "save", save_late)
         for step in (10, 9, 100):
             checkpoints.save_checkpoint(state, step_name(step))
             checkpoints.finish()
@@ -289,7 +286,9 @@ def test_a_run_resumes_from_a_bucket_to_the_bit(
         programs.require_success(SCRIPT, *flags, environment=KEYS)
         listed = client.list_objects_v2(Bucket="runs")["Contents"]
         names = sorted(entry["Key"].removeprefix("first/") for entry in listed)
-        assert names == ["best.ckpt", *(f"step_{step:08}.ckpt" for step in (8, 10, 12))]
+        assert names[0] == "best.ckpt"
+        assert names[-1] == "step_00000012.ckpt"
+        assert len(names) <= 4  # one is left out while the one before it is still being written
         (tmp_path / "checkpoints").mkdir()
         client.download_file("runs", "first/step_00000012.ckpt", tmp_path / "checkpoints/step_00000012.ckpt")
     assert (tmp_path / "resumed_at_5").exists() or (tmp_path / "resumed_at_6").exists()
@@ -324,3 +323,241 @@ def test_the_folder_copied_alone_trains_and_resumes(local: list[str], tmp_path: 
     assert "warning" not in done.err.lower()
     assert_same_bits(alone.output, undisturbed(1))
     assert alone.written_elsewhere() == []
+
+
+# ------------------------------------------------------------------ between the steps, on one rank
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_each_step_is_saved_once_and_never_between_its_micro_batches(
+    accumulate: int, local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import train
+    from checkpoints import CheckpointFolder
+
+    saved, write = [], CheckpointFolder.write
+
+    def note(self, name: str, checkpoint: dict) -> None:
+        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"]
+        saved.append((name, checkpoint["global_step"], batches))
+        write(self, name, checkpoint)
+
+    monkeypatch.setattr(CheckpointFolder, "write", note)
+    flags = ["--max-steps", 4, "--checkpoint-every", 2, "--accumulate-grad-batches", accumulate]
+    train.main([*SMALL, *local, *map(str, flags), "--output-dir", str(tmp_path)])
+    assert saved == [(f"step_{step:08}.ckpt", step, step * accumulate) for step in (2, 4)]
+
+
+@pytest.mark.parametrize("how", ["a file", "hours"])
+def test_a_file_or_a_time_limit_stops_a_run_and_it_goes_on(
+    how: str, local: list[str], tmp_path: Path, undisturbed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train
+
+    flags = [*SMALL, *local, "--output-dir", str(tmp_path)]
+    limit = ["--max-hours", "1e-9"] if how == "hours" else []
+    if how == "a file":
+        (tmp_path / "STOP").touch()
+    code = 0
+    try:
+        train.main([*flags, *limit])
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr().out
+    if how == "a file":
+        assert code == 0  # no scheduler starts it again
+        assert re.search(r"stopped after step \d+: the file STOP is there\n", said), said
+        (tmp_path / "STOP").unlink()
+    else:
+        assert ended.value.code == AGAIN
+        assert (
+            "stopped after step 1: --max-hours are over; the same command with --resume auto goes on" in said
+        )
+    assert state(tmp_path)["step"] < 12
+    programs.require_success(SCRIPT, *flags)
+    assert_same_bits(tmp_path, undisturbed(1))
+
+
+def test_minutes_may_decide_when_to_save(local: list[str], tmp_path: Path) -> None:
+    import train
+
+    flags = ["--checkpoint-every", "100", "--checkpoint-minutes", "1e-9", "--keep", "100", "--max-steps", "3"]
+    train.main([*SMALL, *local, *flags, "--output-dir", str(tmp_path)])
+    names = sorted(path.name for path in tmp_path.glob("checkpoints/step_*"))
+    # One is left out while the one before it is still being written.
+    assert {"step_00000001.ckpt", "step_00000003.ckpt"} <= set(names)
+
+
+def test_a_run_that_has_ended_ends_the_same_when_it_is_started_again(
+    local: list[str], tmp_path: Path, undisturbed
+) -> None:
+    run = shutil.copytree(undisturbed(1), tmp_path / "run")
+    (run / "summary.json").unlink()
+    programs.require_success(SCRIPT, *SMALL, *local, "--output-dir", run)
+    assert_same_bits(run, undisturbed(1))
+
+
+def test_checkpoints_of_another_run_are_not_overwritten_unless_asked_for(
+    local: list[str], tmp_path: Path, undisturbed
+) -> None:
+    run = shutil.copytree(undisturbed(1), tmp_path / "run")
+    flags = [*SMALL[:-2], *local, "--max-steps", 2, "--output-dir", run]
+    done = programs.run(SCRIPT, *flags)
+    assert done.code == 2
+    assert re.search(r"error: --checkpoint-dir \S+: has step_00000012.ckpt; give --resume", done.err), (
+        done.err
+    )
+    assert state(run)["step"] == 12
+    programs.require_success(SCRIPT, *flags, "--overwrite")
+    assert state(run)["step"] == 2
+
+
+def test_the_best_checkpoint_is_that_of_the_lowest_rmse(undisturbed) -> None:
+    run = undisturbed(1)
+    with open(run / "metrics.csv", newline="") as log:
+        rows = [row for row in csv.DictReader(log) if row["rmse (m/s)"]]
+    best = min(rows, key=lambda row: float(row["rmse (m/s)"]))
+    saved = torch.load(run / "checkpoints/best.ckpt", weights_only=True)
+    assert saved["global_step"] == int(best["step"]) + 1
+
+
+def test_a_checkpoint_of_other_bytes_or_another_run_is_refused(tmp_path: Path, local, undisturbed) -> None:
+    from checkpoints import CheckpointError, CheckpointFolder
+    from options import parse_options
+    from resume import find_start
+
+    run = shutil.copytree(undisturbed(1), tmp_path / "run")
+    folder = CheckpointFolder(str(run / "checkpoints"))
+    options = asdict(parse_options("a test", [*SMALL, *local]))
+    assert find_start(folder, "last", options).step == 12
+    newest = last_checkpoint(run)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1  # one bit, of a tensor
+    newest.write_bytes(content)
+    torch.load(newest, weights_only=True)  # says nothing
+    assert find_start(folder, "last", options).step == 10
+    with pytest.raises(CheckpointError, match=r"has other bytes than those written, in .*; give a whole"):
+        find_start(folder, str(newest), options)
+    with pytest.raises(CheckpointError, match="has --seed 0, not 1; give --seed that, or no --resume"):
+        find_start(folder, "last", options | {"seed": 1})
+    for path in run.glob("checkpoints/step_*"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint in \S+; give no --resume"):
+        find_start(folder, "auto", options)
+
+
+def test_skipped_batches_move_the_later_ones_up() -> None:
+    from recovery import SkippingOrder, Window, batch_number
+
+    skipped = (Window(9, 10), Window(3, 5))
+    assert [batch_number(step, skipped) for step in range(9)] == [0, 1, 2, 5, 6, 7, 8, 10, 11]
+    plain, skipping = (SkippingOrder(20, 4, 8, 2, seed=0, skipped=windows) for windows in ((), skipped))
+    for step in range(9):
+        assert skipping.address(step, 1) == plain.address(batch_number(step, skipped), 1)
+
+
+def test_a_spike_is_bad_only_against_enough_other_losses() -> None:
+    from recovery import REMEMBERED, BadLoss, LossHistory
+
+    losses = LossHistory(spike_factor=10)
+    losses.add(0, 100.0)
+    for step in range(1, REMEMBERED):
+        losses.add(step, 1.0)
+    losses.add(REMEMBERED, 9.9)
+    with pytest.raises(BadLoss, match=r"loss 10\.1 at step 60"):
+        losses.add(60, 10.1)
+    with pytest.raises(BadLoss, match="loss nan"):
+        LossHistory(10).add(0, float("nan"))
+
+
+# ------------------------------------------------------------------------- notices of the cloud
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """The metadata servers of AWS and Google, with a notice or without."""
+
+    notice = False
+
+    def do_PUT(self) -> None:
+        self.answer(200, "a token")
+
+    def do_GET(self) -> None:
+        if self.path == "/google":
+            assert self.headers["Metadata-Flavor"] == "Google"
+            self.answer(200, "TRUE" if self.notice else "FALSE")
+        else:
+            assert self.headers["X-aws-ec2-metadata-token"] == "a token"
+            self.answer(200 if self.notice else 404, '{"action": "terminate"}')
+
+    def answer(self, code: int, text: str) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *given) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("cloud", "path"), [("aws", "/latest"), ("google", "/google")])
+def test_the_clouds_notice_is_seen(cloud: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from preemption import has_spot_notice
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}{path}"
+    try:
+        assert not has_spot_notice(cloud, address)
+        monkeypatch.setattr(Metadata, "notice", True)
+        assert has_spot_notice(cloud, address)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert not has_spot_notice(cloud, address)  # nobody answers
+
+
+# ------------------------------------------------------------------------------ who is missing
+
+
+def test_the_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+    from heartbeat import DOING, LOST, name_lost_rank
+
+    (tmp_path / "ranks").mkdir()
+    here = {"host": socket.gethostname(), "pid": os.getpid(), "since": 0}
+
+    def place(rank: int, step: int, doing: str, **more: object) -> None:
+        text = json.dumps({"step": step, "doing": doing} | here | more)
+        (tmp_path / f"ranks/rank_{rank}.json").write_text(text.ljust(400))
+
+    place(0, 7, DOING[2])
+    place(1, 6, DOING[2])
+    place(2, 6, DOING[3])
+    place(3, 5, LOST)
+    assert "rank 1 (process" in name_lost_rank(tmp_path, 0, 4)
+    assert "does not answer; it is at step 6, in the backward pass" in name_lost_rank(tmp_path, 0, 4)
+    place(2, 9, DOING[3], pid=2**22 + 1)  # no such process
+    assert "is gone; it was at step 9, updating" in name_lost_rank(tmp_path, 0, 4)
+    place(1, 9, "ended by DataError")
+    assert name_lost_rank(tmp_path, 0, 4) == "rank 1 ended by DataError at step 9"
+    assert "has noted nothing" in name_lost_rank(tmp_path / "elsewhere", 0, 4)
+
+
+@thorough
+def test_a_rank_that_hangs_is_named_by_the_others_and_ends_itself(local: list[str], tmp_path: Path) -> None:
+    flags = [*local, "--output-dir", tmp_path, "--process-group-timeout", 10]
+    first, second = run_ranks(2, *flags, planted={1: {"stall_at_step": 3}})
+    assert first.code == 1
+    named = r"^rank 1 \(process \d+ on \S+\) does not answer; it is at step 3, in the forward pass, for \d+ s"
+    assert re.search(named, first.err, re.M), first.err
+    assert second.code == 1
+    assert "Timeout (" in second.err and "in _stall" in second.err, second.err
+
+
+@thorough
+def test_the_ranks_of_a_killed_launcher_end(local: list[str], tmp_path: Path) -> None:
+    before = programs.running()
+    flags = [*SMALL, *local, "--output-dir", tmp_path, "--devices", 2, "--num-workers", 1]
+    done = programs.run(SCRIPT, *flags, kill_at_step=3)
+    assert done.code == -9, done.err
+    started = [process for process in programs.running() if process not in before]
+    _, left = psutil.wait_procs(started, timeout=60)
+    assert left == []

@@ -1,0 +1,152 @@
+"""Where a run begins: at step 0, or at the newest checkpoint that is whole and its own."""
+
+import zipfile
+from dataclasses import dataclass, replace
+from io import BytesIO
+
+import torch
+from torch import distributed
+
+from checkpoints import (
+    STORE_ERRORS,
+    CheckpointError,
+    Checkpoints,
+    find_damage,
+    open_checkpoints,
+    print_note,
+    step_of,
+)
+from errors import DataError, first_line
+from recovery import BadLoss, Window, batch_number
+from store import Location
+
+# What a run and the one that resumes it have in common. A checkpoint keeps what the model
+# was made with and what the data were made with apart.
+MODEL_KEYS = ("learning_rate", "max_steps", "seed", "padding")
+DATA_KEYS = (
+    "variables",
+    "train_times",
+    "validation_times",
+    "test_times",
+    "patch_size",
+    "batch_size",
+    "accumulate_grad_batches",
+    "patches_per_block",
+    "shuffle_slots",
+    "precision",
+)
+RESUME_KEYS = {"hyper_parameters": MODEL_KEYS, "datamodule_hyper_parameters": DATA_KEYS}
+PARTS = {"global_step", "optimizer_states", "callbacks", *RESUME_KEYS}
+
+
+@dataclass
+class Start:
+    """Where a run begins: at step 0, or where a checkpoint was saved."""
+
+    step: int = 0
+    name: str | None = None
+    checkpoint: dict | None = None
+    skipped: tuple[Window, ...] = ()  # batches that the run has left out so far
+
+
+def find_start(folder: Checkpoints, resume: str | None, options: dict) -> Start:
+    """Where a run of these options begins.
+
+    `resume`: None, from step 0; "last", from the newest checkpoint that is whole; "auto",
+    the same, or from step 0 if there is no checkpoint at all; else the path of one.
+    CheckpointError if there is none, or if it is of a run with other options.
+    """
+    if resume is None:
+        return Start()
+    if resume not in ("last", "auto"):
+        parent, _, name = resume.rpartition("/")
+        given = open_checkpoints(Location(parent or "."))
+        return make_start(name, load_whole(given, name), options)
+    names = folder.names()
+    if not names and resume == "auto":
+        return Start()
+    for name in names:
+        try:
+            checkpoint = load_whole(folder, name)
+        except CheckpointError as error:
+            print_note(f"{name} {error}; trying the one before it")
+            continue
+        return make_start(name, checkpoint, options)
+    raise CheckpointError(f"no whole checkpoint in {folder.url}; give no --resume")
+
+
+def load_whole(folder: Checkpoints, name: str) -> dict:
+    """A checkpoint; CheckpointError unless all of its bytes are as they were written."""
+    try:
+        file = BytesIO(folder.read(name))
+        damaged = find_damage(file)
+    except FileNotFoundError as error:
+        remedy = "to start anew, give no --resume"
+        raise CheckpointError(f"no such file; {remedy}") from error
+    except (*STORE_ERRORS, zipfile.BadZipFile) as error:
+        reason = f"cannot be read ({first_line(error)})"
+        raise CheckpointError(f"{reason}; give a whole checkpoint") from error
+    if damaged:
+        reason = f"has other bytes than those written, in {damaged}"
+        raise CheckpointError(f"{reason}; give a whole checkpoint")
+    file.seek(0)
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        missing = PARTS - saved.keys()
+    except Exception as error:  # torch raises many kinds, depending on the bytes
+        kind = type(error).__name__
+        reason = f"cannot be read ({kind}); give a whole checkpoint"
+        raise CheckpointError(reason) from error
+    if missing:
+        listed = ", ".join(sorted(missing))
+        raise CheckpointError(f"has no {listed}; give one that this chapter wrote")
+    return saved
+
+
+def make_start(name: str, saved: dict, options: dict) -> Start:
+    """Go on from a checkpoint; CheckpointError if its run had other options."""
+    for part, keys in RESUME_KEYS.items():
+        for key in keys:
+            before = saved[part].get(key)
+            if options[key] != before:
+                flag = f"--{key.replace('_', '-')}"
+                reason = f"has {flag} {before}, not {options[key]}"
+                raise CheckpointError(f"{reason}; give {flag} that, or no --resume")
+    boundary = saved["callbacks"]["StepBoundary"]
+    skipped = tuple(Window(*window) for window in boundary["skipped"])
+    return Start(saved["global_step"], name, saved, skipped)
+
+
+def skip_batches(
+    bad: BadLoss, start: Start, checkpoints: Checkpoints, options: dict
+) -> Start:
+    """The newest checkpoint, which is older than the bad loss, and the batches to skip."""
+    first = batch_number(bad.step, start.skipped)
+    window = Window(first, first + options["skip_batches"])
+    skipped = (*start.skipped, window)
+    if len(skipped) > options["max_skips"]:
+        remedy = "lower --learning-rate, or look at these batches"
+        raise DataError(f"--max-skips {options['max_skips']}: {bad} again; {remedy}")
+    if distributed.is_initialized():
+        distributed.barrier()  # rank 0 has written what it was writing
+    found = find_start(checkpoints, "auto", options)
+    print_note(f"{bad}: back to step {found.step}, without batches {list(window)}")
+    return replace(found, skipped=skipped)
+
+
+def later_names(checkpoints: Checkpoints, step: int) -> list[str]:
+    """The checkpoints of later steps than this one."""
+    return [name for name in checkpoints.names() if step_of(name) > step]
+
+
+def refuse_later(checkpoints: Checkpoints, step: int) -> None:
+    """DataError if there are checkpoints of a run that has come further."""
+    for name in later_names(checkpoints, step):
+        remedy = "give --resume to go on from it, --overwrite, or another folder"
+        raise DataError(f"--checkpoint-dir {checkpoints.url}: has {name}; {remedy}")
+
+
+def delete_later(checkpoints: Checkpoints, step: int) -> None:
+    """Delete checkpoints that are damaged, or given up: they would count as the newest."""
+    for name in later_names(checkpoints, step):
+        checkpoints.delete(name)
