@@ -239,7 +239,7 @@ class BackgroundWriter(CheckpointIO):
         if self.writing is None:
             return
         if wait([self.writing], timeout).not_done:
-            self.failure = f"still being written after {timeout:.0f} s"
+            self.failure = f"still being written after {timeout:g} s"
 
     def load_checkpoint(self, path: str, map_location=None, weights_only=None) -> dict:
         """The checkpoint that find_start has read and checked."""

@@ -18,14 +18,16 @@ from time import perf_counter
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from matplotlib.figure import Figure
 
 from checkpoints import BackgroundWriter, CheckpointFolder, Staging, step_name
 from model import UNet
-from records import save_rows, spread
+from records import RESULTS, save_rows, spread
 
 WIDTHS = {"this network": 24, "50 million parameters": 328}
 PATCH_SIZES = {"this network": 64, "50 million parameters": 16}
 BATCH_SIZES = {"this network": 8, "50 million parameters": 1}
+BLUE = "#0072B2"
 SHARE = 0.02  # of the time, for saving
 
 
@@ -148,6 +150,28 @@ def study(name: str, repeats: int, folder: Path) -> list[dict]:
     return [*rows, row]
 
 
+def draw(rows: list[dict]) -> Figure:
+    """The wait of each way to save, with its range, for both networks."""
+    waits = [row for row in rows if row["way"] != "interval"]
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2, sharey=True), WIDTHS):
+        shown = [row for row in waits if row["network"] == name]
+        for height, row in enumerate(reversed(shown)):
+            wait = row["wait_ms"]
+            axes.hlines(height, wait["min"], wait["max"], color=BLUE, linewidth=2)
+            axes.plot(wait["median"], height, "o", color=BLUE, markersize=8)
+        ways = [row["way"] for row in reversed(shown)]
+        axes.set_yticks(range(len(ways)), ways)
+        axes.set_xscale("log")
+        axes.set_xlim(1, 5000)
+        axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
+        axes.minorticks_off()
+        axes.set_xlabel("training waits, ms")
+        axes.set_title(name)
+        axes.grid(axis="x", alpha=0.3)
+    return figure
+
+
 def print_rows(rows: list[dict]) -> None:
     for row in rows:
         if row["way"] == "interval":
@@ -180,6 +204,7 @@ def main(argv: list[str] | None = None) -> dict:
         rows += found
     if args.save_results:
         save_rows("saving", "uv run python saving.py --save-results", rows)
+        draw(rows).savefig(RESULTS / "saving.png", dpi=120)
     return {"rows": len(rows)}
 
 

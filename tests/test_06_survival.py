@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import forkserver
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import book
 import boto3
@@ -376,6 +377,38 @@ def test_a_file_or_a_time_limit_stops_a_run_and_it_goes_on(
     assert_same_bits(tmp_path, undisturbed(1))
 
 
+def test_both_signals_only_set_a_flag(tmp_path: Path) -> None:
+    from preemption import Preemption, Reason
+
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        for number in numbers:
+            preemption = Preemption(tmp_path, None, None)
+            assert preemption.reason() == Reason.NONE
+            os.kill(os.getpid(), number)
+            assert preemption.reason() == Reason.SIGNAL
+            preemption.close()
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
+def test_a_stop_waits_no_longer_than_its_grace(checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkpoints import step_name
+
+    goes_on, save = Event(), torch.save
+    monkeypatch.setattr(torch, "save", lambda *given: goes_on.wait() and save(*given))
+    checkpoints.save_checkpoint({"weights": torch.zeros(3)}, step_name(1))
+    checkpoints.finish(0.01)
+    assert checkpoints.failure == "still being written after 0.01 s"
+    checkpoints.save_checkpoint({"weights": torch.zeros(3)}, step_name(2))
+    assert checkpoints.failure.startswith("step_00000002.ckpt left out: ")
+    goes_on.set()
+    checkpoints.finish()
+    assert checkpoints.folder.names() == [step_name(1)]
+
+
 def test_minutes_may_decide_when_to_save(local: list[str], tmp_path: Path) -> None:
     import train
 
@@ -559,3 +592,28 @@ def test_the_ranks_of_a_killed_launcher_end(local: list[str], tmp_path: Path) ->
     started = [process for process in programs.running() if process not in before]
     _, left = psutil.wait_procs(started, timeout=60)
     assert left == []
+
+
+@thorough
+def test_what_a_signal_does_here_and_with_lightnings_own_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All cases of the walkthrough's table; five minutes."""
+    import drills
+
+    rows: list[dict] = []
+    monkeypatch.setattr(drills, "print_row", rows.append)
+    drills.main([])
+    assert all(row["same_bits"] for row in rows)
+    ours = [row for row in rows if row["system"] == "this chapter"]
+    assert [row["exit_code"] for row in ours] == [AGAIN, AGAIN, AGAIN, 1, 1]
+    assert [row["steps"] - row["checkpoint"] for row in ours] == [0] * 5
+    lightning = [row for row in rows if row["system"] == "Lightning"]
+    assert len(lightning) == 5
+    assert all(row["exit_code"] not in (0, AGAIN) for row in lightning)
+
+
+@thorough
+def test_the_measurement_of_saves_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    import saving
+
+    saving.main(["--repeats", "1"])
+    assert capsys.readouterr().out.count("it costs 2%") == 2
