@@ -82,7 +82,8 @@ class Heartbeat(Callback):
 
 def is_lost_rank(error: RuntimeError) -> bool:
     """Whether a process group has failed, and so another rank."""
-    return isinstance(error, distributed.DistBackendError) or "gloo" in str(error)
+    of_group = isinstance(error, distributed.DistBackendError) or "gloo" in str(error)
+    return of_group and distributed.is_initialized()
 
 
 def is_alive(pid: int) -> bool:
@@ -93,16 +94,17 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def name_lost_rank(folder: Path, rank: int, world_size: int) -> str:
+def name_lost_rank(folder: Path) -> str:
     """Which of the other ranks is missing, and where it was, in one line.
 
     One that noted its own end; else one whose process is gone; else the one furthest behind.
     Not one that has itself ended because of another.
     """
+    others = set(range(distributed.get_world_size())) - {distributed.get_rank()}
     places = {}
-    for other in range(world_size):
+    for other in others:
         path = folder / "ranks" / f"rank_{other}.json"
-        if other == rank or not path.exists():
+        if not path.exists():
             continue
         place = json.loads(path.read_text())
         if place["doing"] != LOST:

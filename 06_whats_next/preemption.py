@@ -145,10 +145,8 @@ class Agreement:
             work.wait()
             agreed = largest.tolist()
         largest = torch.tensor(wishes)
-        largest_of_all = distributed.ReduceOp.MAX
-        work = distributed.all_reduce(
-            largest, largest_of_all, self.group, async_op=True
-        )
+        op = distributed.ReduceOp.MAX
+        work = distributed.all_reduce(largest, op, self.group, async_op=True)
         self.sent = largest, work
         return agreed
 

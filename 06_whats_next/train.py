@@ -14,7 +14,7 @@ Exit codes: 0, finished. 2, something to mend. 75, stopped with a checkpoint: ru
 import gc
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -24,12 +24,11 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor, TQDMProgr
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
-from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import evaluation
 from boundary import EXIT_LOST, StepBoundary, Stopped
-from checkpoints import BackgroundWriter, open_checkpoints, print_note
+from checkpoints import BackgroundWriter, Checkpoints, open_checkpoints, print_note
 from climatology import load_climatology
 from command_line import call_with_store, run
 from data import Grid, PatchDataset
@@ -144,7 +143,11 @@ def make_trainer(
 
 
 def run_from(
-    start: Start, options: Options, location: Location, preemption: Preemption
+    start: Start,
+    checkpoints: Checkpoints,
+    options: Options,
+    location: Location,
+    preemption: Preemption,
 ) -> dict:
     """Train from here to the end; return the headline metrics on rank 0.
 
@@ -154,7 +157,6 @@ def run_from(
     data = make_data(options, location, start)
     gc.freeze()  # else the collector stops all reads for 0.4 s to look at modules
     model = make_model(options, data)
-    checkpoints = open_checkpoints(checkpoint_location(options))
     writer = BackgroundWriter(checkpoints, options.keep, start.checkpoint)
     boundary = StepBoundary(
         writer,
@@ -187,7 +189,12 @@ def run_from(
     if options.count_requests:
         metrics |= counter.per_sample()
     metrics["skipped_batches"] = [list(window) for window in start.skipped]
-    draw_and_report(metrics, tested, options, data.test, model, began)
+    units = model.hparams.units
+    rmse = evaluation.baselines(data.test, units)
+    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
+    metrics["rmse"] = rmse
+    metrics["seconds"] = perf_counter() - began
+    draw_and_report(metrics, options, data.test, model)
     if writer.failure:
         print_note(f"the last checkpoint is not there: {writer.failure}")
         raise Stopped(EXIT_LOST)
@@ -195,31 +202,15 @@ def run_from(
 
 
 def draw_and_report(
-    metrics: dict,
-    tested: dict,
-    options: Options,
-    test: PatchDataset,
-    model: FillGaps,
-    began: float,
+    metrics: dict, options: Options, test: PatchDataset, model: FillGaps
 ) -> None:
-    """Add the RMSE of the network and of the baselines; draw, save and print."""
-    units = model.hparams.units
-    rmse = evaluation.baselines(test, units)
-    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
-    metrics["rmse"] = rmse
+    """Draw an example, and save and print the summary."""
     folder = Path(options.output_dir)
     picture = folder / "fill.png"
-    evaluation.plot_example(test, units, model.model).savefig(picture)
-    metrics["seconds"] = perf_counter() - began
+    figure = evaluation.plot_example(test, model.hparams.units, model.model)
+    figure.savefig(picture)
     (folder / "summary.json").write_text(json.dumps(metrics, indent=2))
     evaluation.print_summary(metrics, options.test_times, picture)
-
-
-def checkpoint_location(options: Options) -> Location:
-    """Where this run's checkpoints are."""
-    return Location(
-        options.checkpoint_dir, options.endpoint, retry_timeout=options.retry_timeout
-    )
 
 
 @record  # torchrun then reports the first error of all ranks
@@ -227,22 +218,21 @@ def train(options: Options, location: Location) -> dict:
     """Train to the end, going back to a checkpoint whenever a loss is bad."""
     folder = Path(options.output_dir)
     preemption = Preemption(folder, options.max_hours, options.spot)
-    checkpoints = open_checkpoints(checkpoint_location(options))
+    place = Location(options.checkpoint_dir, options.endpoint)
+    checkpoints = open_checkpoints(replace(place, retry_timeout=options.retry_timeout))
     start = find_start(checkpoints, options.resume, asdict(options))
     if options.resume not in ("last", "auto") and not options.overwrite:
         refuse_later(checkpoints, start.step)
     try:
         while True:
             try:
-                return run_from(start, options, location, preemption)
+                return run_from(start, checkpoints, options, location, preemption)
             except BadLoss as bad:
                 start = skip_batches(bad, start, checkpoints, asdict(options))
     except RuntimeError as error:
-        if not is_lost_rank(error) or not distributed.is_initialized():
+        if not is_lost_rank(error):
             raise
-        rank = distributed.get_rank()
-        lost = name_lost_rank(folder, rank, distributed.get_world_size())
-        print(f"\n{lost}; --resume auto goes on", file=sys.stderr)
+        print(f"\n{name_lost_rank(folder)}; --resume auto goes on", file=sys.stderr)
         raise Stopped(EXIT_LOST) from error
 
 

@@ -27,6 +27,7 @@ import pytest
 import torch
 from alone import Alone
 from runs import assert_same_bits, last_checkpoint, load, state, summary, weights
+from torch import distributed
 
 CHAPTER, SCRIPT = book.ROOT / "06_whats_next", "06_whats_next/train.py"
 # Of 5 degrees, 37 x 72 cells, in chunks of one time. The training times have every month, two or three times.
@@ -549,9 +550,11 @@ def test_the_clouds_notice_is_seen(cloud: str, path: str, monkeypatch: pytest.Mo
 # ------------------------------------------------------------------------------ who is missing
 
 
-def test_the_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_the_rank_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from heartbeat import DOING, LOST, name_lost_rank
 
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
     (tmp_path / "ranks").mkdir()
     here = {"host": socket.gethostname(), "pid": os.getpid(), "since": 0}
 
@@ -563,13 +566,13 @@ def test_the_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     place(1, 6, DOING[2])
     place(2, 6, DOING[3])
     place(3, 5, LOST)
-    assert "rank 1 (process" in name_lost_rank(tmp_path, 0, 4)
-    assert "does not answer; it is at step 6, in the backward pass" in name_lost_rank(tmp_path, 0, 4)
+    assert "rank 1 (process" in name_lost_rank(tmp_path)
+    assert "does not answer; it is at step 6, in the backward pass" in name_lost_rank(tmp_path)
     place(2, 9, DOING[3], pid=2**22 + 1)  # no such process
-    assert "is gone; it was at step 9, updating" in name_lost_rank(tmp_path, 0, 4)
+    assert "is gone; it was at step 9, updating" in name_lost_rank(tmp_path)
     place(1, 9, "ended by DataError")
-    assert name_lost_rank(tmp_path, 0, 4) == "rank 1 ended by DataError at step 9"
-    assert "has noted nothing" in name_lost_rank(tmp_path / "elsewhere", 0, 4)
+    assert name_lost_rank(tmp_path) == "rank 1 ended by DataError at step 9"
+    assert "has noted nothing" in name_lost_rank(tmp_path / "elsewhere")
 
 
 @thorough
