@@ -25,7 +25,8 @@ def settle_buckets(trainer: Trainer, module: LightningModule) -> None:
         return
     channels = len(module.hparams.std) + 1
     blank = torch.zeros(1, channels, 16, 16, device=module.device)
-    trainer.strategy.model(blank).sum().backward()
+    with torch.compiler.set_stance("force_eager"):  # not for the sake of this shape
+        trainer.strategy.model(blank).sum().backward()
     module.zero_grad()
 
 
@@ -49,6 +50,7 @@ class StepBoundary(Checkpoint):
         every_minutes: float | None,
         validate_every: int,
         grace: float,
+        group_timeout: float,
     ):
         self.writer = writer
         self.preemption = preemption
@@ -58,7 +60,7 @@ class StepBoundary(Checkpoint):
         self.every_minutes = every_minutes
         self.validate_every = validate_every
         self.grace = grace
-        self.best = math.inf
+        self.group_timeout = group_timeout
         self.unjudged: list[tuple[int, torch.Tensor]] = []
         self.last_step = 0
         self.last_save = time.monotonic()
@@ -70,15 +72,13 @@ class StepBoundary(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         skipped = [list(window) for window in self.skipped]
         losses = list(self.losses.losses)
-        return {"skipped": skipped, "losses": losses, "best": self.best}
+        return {"skipped": skipped, "losses": losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.losses.losses.extend(state["losses"])
-        self.best = state["best"]
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.preemption.install()
-        self.agreement = Agreement(self.grace)
+        self.agreement = Agreement(self.group_timeout)
         settle_buckets(trainer, module)
         step = trainer.global_step
         self.last_step = step
@@ -93,8 +93,11 @@ class StepBoundary(Checkpoint):
             reason = f"this rank begins at step {step}, and rank 0 at {step_of_rank_0}"
             raise CheckpointError(f"{reason}; give all nodes the same checkpoint")
 
-    def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.preemption.install()
+    def on_before_optimizer_step(
+        self, trainer: Trainer, module: LightningModule, optimizer
+    ) -> None:
+        gradients = [weights.grad for weights in module.parameters()]
+        self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
@@ -108,21 +111,29 @@ class StepBoundary(Checkpoint):
         is_last = stop or step == trainer.max_steps
         save = save or is_last or step % self.every_steps == 0
         save = save or step % self.validate_every == 0
-        self.unjudged.append((step - 1, trainer.callback_metrics["loss"]))
+        # A gradient that is not finite makes this NaN. The sum stays on the device.
+        loss = trainer.callback_metrics["loss"] + 0 * self.gradient_norm
+        self.unjudged.append((step - 1, loss))
         self.judge_losses(leave=0 if save else 1)
+        deadline = time.monotonic() + self.grace
         if is_last:
             self.writer.finish(self.grace if stop else None)  # room for this one
         if save:
             self.last_save = time.monotonic()
             trainer.save_checkpoint(step_name(step))
         if stop:
-            self.stop(trainer, Reason(stop))
+            self.stop(trainer, Reason(stop), deadline)
 
     def wants_to_save(self) -> int:
         """Whether it is time, by this rank's clock. The ranks then save together."""
         if self.every_minutes is None:
             return 0
-        return int(time.monotonic() - self.last_save > 60 * self.every_minutes)
+        if time.monotonic() - self.last_save < 60 * self.every_minutes:
+            return 0
+        self.last_save = (
+            time.monotonic()
+        )  # once, although the answer comes a step later
+        return 1
 
     def judge_losses(self, leave: int) -> None:
         """Judge the losses so far; BadLoss at a bad one.
@@ -138,22 +149,26 @@ class StepBoundary(Checkpoint):
         """Keep the checkpoint of the lowest RMSE, or product of RMSEs in several units."""
         metrics = trainer.callback_metrics
         rmse = [metrics[name].item() for name in metrics if name.startswith("rmse")]
-        if math.prod(rmse) < self.best:
-            self.best = math.prod(rmse)
-            if trainer.is_global_zero:
-                self.writer.keep_as_best(step_name(trainer.global_step))
-
-    def stop(self, trainer: Trainer, reason: Reason) -> None:
-        """End this rank when the checkpoint is written, or after the time of grace."""
-        step = trainer.global_step
-        self.writer.finish(self.grace)
-        self.agreement.wait_for_all()  # a launcher kills all ranks when the first one ends
-        goes_on = reason != Reason.FILE
         if trainer.is_global_zero:
-            text = f"stopped after step {step}: {TEXTS[reason]}"
-            if self.writer.failure:
-                text += f"; its checkpoint is not there: {self.writer.failure}"
-            if goes_on:
-                text += "; the same command with --resume auto goes on"
+            self.writer.keep_if_best(trainer.global_step, math.prod(rmse))
+
+    def stop(self, trainer: Trainer, reason: Reason, deadline: float) -> None:
+        """End this rank when the checkpoint is written, or at the deadline."""
+        step = trainer.global_step
+        left = max(0, deadline - time.monotonic())
+        self.writer.finish(left)
+        self.agreement.wait_for_all(
+            left
+        )  # a launcher kills all when the first one ends
+        text = f"stopped after step {step}: {TEXTS[reason]}"
+        code = EXIT_AGAIN
+        if self.writer.failure:
+            text += f"; its checkpoint is not there: {self.writer.failure}"
+            code = EXIT_LOST
+        if reason == Reason.FILE:
+            code = 0
+        else:
+            text += "; the same command with --resume auto goes on"
+        if trainer.is_global_zero:
             print_note(text)
-        raise Stopped(EXIT_AGAIN if goes_on else 0)
+        raise Stopped(code)

@@ -20,13 +20,17 @@ from obstore.store import from_url
 from errors import DataError, first_line
 from store import Location, client_options
 
-BEST = "best.ckpt"
+ASIDE = "part.ckpt"  # what is being written
 # Of obstore, of the system, and of torch.save on a full disk.
 STORE_ERRORS = (BaseError, OSError, RuntimeError)
 
 
 class CheckpointError(Exception):
     """Why a run cannot go on from a checkpoint, and what to do about it, in one line."""
+
+
+class DamagedError(CheckpointError):
+    """Its bytes are not those that were written. The checkpoint before it may serve."""
 
 
 def step_name(step: int) -> str:
@@ -36,7 +40,16 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int:
     """The step of a checkpoint's name."""
-    return int(re.findall(r"\d+", name)[0])
+    return int(re.search(r"step_(\d+)", name)[1])
+
+
+def best_name(step: int, score: float) -> str:
+    """The name of the best checkpoint: it says how good it is, for runs to come."""
+    return f"best_{score:.6f}_{step_name(step)}"
+
+
+def score_of(name: str) -> float:
+    return float(name.split("_")[1])
 
 
 class CheckpointFolder:
@@ -48,19 +61,18 @@ class CheckpointFolder:
     def __init__(self, path: str):
         self.url = path
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
 
-    def names(self) -> list[str]:
-        """The checkpoints of steps, the newest first."""
-        found = [path.name for path in self.path.glob("step_*.ckpt")]
-        return sorted(found, reverse=True)
+    def all_names(self) -> list[str]:
+        """The files of the folder, if there is one."""
+        return [path.name for path in self.path.glob("*.ckpt")]
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
 
     def write(self, name: str, checkpoint: dict) -> None:
         """Save a checkpoint; OSError or RuntimeError if it cannot be, and none is there."""
-        aside = self.path / "part.ckpt"
+        self.path.mkdir(parents=True, exist_ok=True)
+        aside = self.path / ASIDE
         try:
             save_whole(checkpoint, aside)
             os.replace(aside, self.path / name)
@@ -72,7 +84,7 @@ class CheckpointFolder:
         (self.path / name).unlink()
 
     def copy(self, name: str, target: str) -> None:
-        aside = self.path / "part.ckpt"
+        aside = self.path / ASIDE
         shutil.copy(self.path / name, aside)
         os.replace(aside, self.path / target)
 
@@ -84,18 +96,15 @@ class CheckpointBucket:
         self.url = location.url
         self.store = from_url(location.url, **client_options(location))
 
-    def names(self) -> list[str]:
-        """The checkpoints of steps, the newest first; DataError if nothing answers."""
+    def all_names(self) -> list[str]:
+        """The objects of the run; DataError if nothing answers."""
         try:
             batches = list(obstore.list(self.store))
         except STORE_ERRORS as error:
             remedy = "check address and credentials"
             reason = f"{first_line(error)}; {remedy}"
             raise DataError(f"--checkpoint-dir {self.url}: {reason}") from error
-        found = [entry["path"] for batch in batches for entry in batch]
-        return sorted(
-            (name for name in found if name.startswith("step_")), reverse=True
-        )
+        return [entry["path"] for batch in batches for entry in batch]
 
     def read(self, name: str) -> bytes:
         return obstore.get(self.store, name).bytes().to_bytes()
@@ -125,6 +134,19 @@ def open_checkpoints(location: Location) -> Checkpoints:
     if "://" in location.url:
         return CheckpointBucket(location)
     return CheckpointFolder(location.url)
+
+
+def step_names(checkpoints: Checkpoints) -> list[str]:
+    """The checkpoints of steps, the newest first."""
+    pattern = re.compile(r"step_\d{8,}\.ckpt")
+    names = [name for name in checkpoints.all_names() if pattern.fullmatch(name)]
+    return sorted(names, reverse=True)
+
+
+def best_names(checkpoints: Checkpoints) -> list[str]:
+    """The checkpoint that did best in validation: one, or none yet."""
+    pattern = re.compile(r"best_[\d.]+_step_\d{8,}\.ckpt")
+    return [name for name in checkpoints.all_names() if pattern.fullmatch(name)]
 
 
 def save_whole(checkpoint: dict, path: Path) -> None:
@@ -159,19 +181,19 @@ class Staging:
     def copy(self, state: dict) -> dict:
         """The state with copies of its tensors, all on the CPU."""
         numbers = count()
-        on_gpu = torch.cuda.is_available()
 
         def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
             number = next(numbers)
+            on_gpu = tensor.is_cuda
             buffer = self.buffers.get(number)
             kind = tensor.shape, tensor.dtype
             if buffer is None or (buffer.shape, buffer.dtype) != kind:
                 buffer = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
                 self.buffers[number] = buffer
-            return buffer.copy_(tensor, non_blocking=True)
+            return buffer.copy_(tensor, non_blocking=on_gpu)
 
         copied = apply_to_collection(state, torch.Tensor, copy_tensor)
-        if on_gpu:
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return copied
 
@@ -203,52 +225,64 @@ class BackgroundWriter(CheckpointIO):
         self.writing = self.thread.submit(self.write, copied, path)
 
     def write(self, checkpoint: dict, name: str) -> None:
-        """Write a checkpoint, then delete all but the newest. An error ends no run."""
+        """Write a checkpoint, then delete all but the newest. No error ends the run."""
         self.failure = None
         try:
             self.folder.write(name, checkpoint)
-            for old in self.folder.names()[self.keep :]:
-                self.folder.delete(old)
-        except (DataError, *STORE_ERRORS) as error:
+        except Exception as error:
             self.failure = f"{name} not written: {first_line(error)}"
             left = f"in {self.folder.url}: {self.describe_newest()}"
             print_note(f"{self.failure}; {left}")
+            return
+        try:
+            for old in step_names(self.folder)[self.keep :]:
+                self.folder.delete(old)
+        except Exception as error:
+            print_note(f"older checkpoints not deleted: {first_line(error)}")
 
     def describe_newest(self) -> str:
         """What a run could go on from now."""
         try:
-            names = self.folder.names()
+            names = step_names(self.folder)
         except DataError:
             return "no answer"
         return names[0] if names else "no checkpoint"
 
-    def keep_as_best(self, name: str) -> None:
-        """Copy a checkpoint to best.ckpt, once it is written."""
-        self.thread.submit(self.copy_to_best, name)
+    def keep_if_best(self, step: int, score: float) -> None:
+        """Copy the step's checkpoint, once it is written, if no other has a lower score."""
+        self.thread.submit(self.copy_if_best, step, score)
 
-    def copy_to_best(self, name: str) -> None:
+    def copy_if_best(self, step: int, score: float) -> None:
         if self.failure:
             return  # it is not there
         try:
-            self.folder.copy(name, BEST)
-        except STORE_ERRORS as error:
-            print_note(f"{BEST} not written: {first_line(error)}")
+            before = best_names(self.folder)
+            if any(score_of(name) <= score for name in before):
+                return
+            self.folder.copy(step_name(step), best_name(step, score))
+            for name in before:
+                self.folder.delete(name)
+        except Exception as error:
+            print_note(f"best checkpoint not written: {first_line(error)}")
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait for what is being written, so many seconds at most."""
-        if self.writing is None:
-            return
-        if wait([self.writing], timeout).not_done:
+        """Wait for all that the thread has to do, so many seconds at most."""
+        last = self.thread.submit(int)  # does nothing, after all else
+        if wait([last], timeout).not_done:
             self.failure = f"still being written after {timeout:g} s"
 
     def load_checkpoint(self, path: str, map_location=None, weights_only=None) -> dict:
-        """The checkpoint that find_start has read and checked."""
-        return self.resumed
+        """The checkpoint that find_start has read and checked; it is not kept."""
+        resumed = self.resumed
+        self.resumed = None
+        return resumed
 
     def remove_checkpoint(self, path: str) -> None:
         self.folder.delete(path)
 
 
 def print_note(text: str) -> None:
-    """A line below the progress bar."""
-    print(f"\nnote: {text}", flush=True)
+    """A line below the progress bar, once on each node."""
+    place = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    if place == "0":
+        print(f"\nnote: {text}", flush=True)

@@ -92,7 +92,9 @@ def load_state(folder: Path) -> list[torch.Tensor]:
 
 
 def is_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(first, second) for first, second in zip(one, other))
+    return all(
+        torch.equal(first, second) for first, second in zip(one, other, strict=True)
+    )
 
 
 def drill(script: Path, case: Case, folder: Path, whole: list[torch.Tensor]) -> dict:

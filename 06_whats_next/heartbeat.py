@@ -15,7 +15,13 @@ from torch import distributed
 
 LINE_BYTES = 400
 # What a rank does within a step, in this order.
-DOING = ("waiting for data", "in the forward pass", "in the backward pass", "updating")
+DOING = (
+    "validating",
+    "waiting for data",
+    "in the forward pass",
+    "in the backward pass",
+    "updating",
+)
 
 LOST = "ended because it had lost another rank"
 
@@ -35,8 +41,8 @@ class Heartbeat(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank_{trainer.global_rank}.json"
-        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self.mark(trainer, DOING[0])
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        self.mark(trainer, "waiting for data")
 
     def mark(self, trainer: Trainer, doing: str) -> None:
         """Note the step and what this rank does now. One system call, no rename."""
@@ -50,22 +56,35 @@ class Heartbeat(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self.mark(trainer, DOING[1])
+        self.mark(trainer, "in the forward pass")
 
     def on_before_backward(
         self, trainer: Trainer, module: LightningModule, loss
     ) -> None:
-        self.mark(trainer, DOING[2])
+        self.mark(trainer, "in the backward pass")
 
     def on_before_optimizer_step(
         self, trainer: Trainer, module: LightningModule, optimizer
     ) -> None:
-        self.mark(trainer, DOING[3])
+        self.mark(trainer, "updating")
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
     ) -> None:
-        self.mark(trainer, DOING[0])
+        self.mark(trainer, "waiting for data")
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self.mark(trainer, "validating")
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.mark(trainer, "waiting for data")
 
     def on_exception(
         self, trainer: Trainer, module: LightningModule, exception: BaseException

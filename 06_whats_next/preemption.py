@@ -9,9 +9,9 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
+from http.client import HTTPException
 from pathlib import Path
 from threading import Event, Thread
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import torch
@@ -57,18 +57,10 @@ class Preemption:
         self.deadline = time.monotonic() + 3600 * max_hours if max_hours else None
         self.seen = Reason.NONE
         self.closed = Event()
-        self.install()
-        self.look()
-        Thread(target=self.poll, daemon=True).start()
-
-    def install(self) -> None:
-        """Take the signals.
-
-        Lightning's own handler of SIGTERM sends tensors to other ranks from wherever this
-        one is, also within a step. It is replaced once Lightning has set it.
-        """
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self.note_signal)
+        self.look()
+        Thread(target=self.poll, daemon=True).start()
 
     def note_signal(self, number: int, frame) -> None:
         self.want(Reason.SIGNAL)
@@ -112,7 +104,7 @@ def has_spot_notice(cloud: str, address: str | None = None) -> bool:
             return True  # without a notice there is no such page
         headers = {"Metadata-Flavor": "Google"}
         return fetch(Request(address or GOOGLE, headers=headers)) == "TRUE"
-    except (URLError, TimeoutError):
+    except (OSError, HTTPException):
         return False
 
 
@@ -128,11 +120,11 @@ class Agreement:
     group of its own, on the CPU, keeps this from the gradients and from a GPU's queue.
     """
 
-    def __init__(self, grace: float):
-        self.grace = timedelta(seconds=grace)
+    def __init__(self, timeout: float):
         self.group = None
         if distributed.is_initialized():
-            self.group = distributed.new_group(backend="gloo")
+            limit = timedelta(seconds=timeout)
+            self.group = distributed.new_group(backend="gloo", timeout=limit)
         self.sent: tuple[torch.Tensor, distributed.Work] | None = None
 
     def exchange(self, wishes: list[int]) -> list[int]:
@@ -150,8 +142,10 @@ class Agreement:
         self.sent = largest, work
         return agreed
 
-    def wait_for_all(self) -> None:
-        """Return when every rank is here, or after the time of grace."""
+    def wait_for_all(self, seconds: float) -> None:
+        """Return when every rank is here, or after so long, and five seconds."""
         if self.group is not None:
             with suppress(RuntimeError):
-                distributed.barrier(self.group, async_op=True).wait(self.grace)
+                distributed.barrier(self.group, async_op=True).wait(
+                    timedelta(seconds=seconds + 5)
+                )

@@ -1,6 +1,5 @@
 """Where a run begins: at step 0, or at the newest checkpoint that is whole and its own."""
 
-import zipfile
 from dataclasses import dataclass, replace
 from io import BytesIO
 
@@ -11,9 +10,12 @@ from checkpoints import (
     STORE_ERRORS,
     CheckpointError,
     Checkpoints,
+    DamagedError,
+    best_names,
     find_damage,
     open_checkpoints,
     print_note,
+    step_names,
     step_of,
 )
 from errors import DataError, first_line
@@ -59,16 +61,18 @@ def find_start(folder: Checkpoints, resume: str | None, options: dict) -> Start:
     if resume is None:
         return Start()
     if resume not in ("last", "auto"):
-        parent, _, name = resume.rpartition("/")
-        given = open_checkpoints(Location(parent or "."))
+        parent, slash, name = resume.rpartition("/")
+        endpoint = options["endpoint"] if "://" in resume else None
+        place = Location(parent or slash or ".", endpoint)
+        given = open_checkpoints(replace(place, retry_timeout=options["retry_timeout"]))
         return make_start(name, load_whole(given, name), options)
-    names = folder.names()
+    names = step_names(folder)
     if not names and resume == "auto":
         return Start()
     for name in names:
         try:
             checkpoint = load_whole(folder, name)
-        except CheckpointError as error:
+        except DamagedError as error:
             print_note(f"{name} {error}; trying the one before it")
             continue
         return make_start(name, checkpoint, options)
@@ -76,27 +80,33 @@ def find_start(folder: Checkpoints, resume: str | None, options: dict) -> Start:
 
 
 def load_whole(folder: Checkpoints, name: str) -> dict:
-    """A checkpoint; CheckpointError unless all of its bytes are as they were written."""
+    """A checkpoint; DamagedError unless all of its bytes are as they were written.
+
+    CheckpointError if it cannot be read now, or is of something else.
+    """
     try:
         file = BytesIO(folder.read(name))
-        damaged = find_damage(file)
     except FileNotFoundError as error:
         remedy = "to start anew, give no --resume"
         raise CheckpointError(f"no such file; {remedy}") from error
-    except (*STORE_ERRORS, zipfile.BadZipFile) as error:
-        reason = f"cannot be read ({first_line(error)})"
-        raise CheckpointError(f"{reason}; give a whole checkpoint") from error
+    except STORE_ERRORS as error:
+        reason = f"{name} cannot be read now: {first_line(error)}"
+        raise CheckpointError(f"{reason}; try again") from error
+    try:
+        damaged = find_damage(file)
+    except Exception as error:  # zipfile raises many kinds, depending on the bytes
+        reason = "is cut off, or no checkpoint"
+        raise DamagedError(f"{reason}; give a whole one") from error
     if damaged:
         reason = f"has other bytes than those written, in {damaged}"
-        raise CheckpointError(f"{reason}; give a whole checkpoint")
+        raise DamagedError(f"{reason}; give a whole one")
     file.seek(0)
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
         missing = PARTS - saved.keys()
     except Exception as error:  # torch raises many kinds, depending on the bytes
-        kind = type(error).__name__
-        reason = f"cannot be read ({kind}); give a whole checkpoint"
-        raise CheckpointError(reason) from error
+        reason = f"is no checkpoint ({type(error).__name__})"
+        raise CheckpointError(f"{reason}; give one that this chapter wrote") from error
     if missing:
         listed = ", ".join(sorted(missing))
         raise CheckpointError(f"has no {listed}; give one that this chapter wrote")
@@ -112,7 +122,10 @@ def make_start(name: str, saved: dict, options: dict) -> Start:
                 flag = f"--{key.replace('_', '-')}"
                 reason = f"has {flag} {before}, not {options[key]}"
                 raise CheckpointError(f"{reason}; give {flag} that, or no --resume")
-    boundary = saved["callbacks"]["StepBoundary"]
+    boundary = saved["callbacks"].get("StepBoundary")
+    if boundary is None:
+        remedy = "give one that this chapter wrote"
+        raise CheckpointError(f"has no state of StepBoundary; {remedy}")
     skipped = tuple(Window(*window) for window in boundary["skipped"])
     return Start(saved["global_step"], name, saved, skipped)
 
@@ -135,8 +148,9 @@ def skip_batches(
 
 
 def later_names(checkpoints: Checkpoints, step: int) -> list[str]:
-    """The checkpoints of later steps than this one."""
-    return [name for name in checkpoints.names() if step_of(name) > step]
+    """The checkpoints of later steps than this one, and of a later best one."""
+    names = step_names(checkpoints) + best_names(checkpoints)
+    return [name for name in names if step_of(name) > step]
 
 
 def refuse_later(checkpoints: Checkpoints, step: int) -> None:
@@ -148,5 +162,9 @@ def refuse_later(checkpoints: Checkpoints, step: int) -> None:
 
 def delete_later(checkpoints: Checkpoints, step: int) -> None:
     """Delete checkpoints that are damaged, or given up: they would count as the newest."""
-    for name in later_names(checkpoints, step):
-        checkpoints.delete(name)
+    try:
+        for name in later_names(checkpoints, step):
+            checkpoints.delete(name)
+    except STORE_ERRORS as error:
+        reason = f"--checkpoint-dir {checkpoints.url}: {first_line(error)}"
+        raise DataError(f"{reason}; delete {name} by hand") from error

@@ -115,7 +115,7 @@ def make_trainer(
     """Lightning's loop, as the flags have it."""
     timeout = timedelta(seconds=options.process_group_timeout)
     several = options.devices * options.num_nodes > 1
-    return Trainer(
+    trainer = Trainer(
         accelerator=options.accelerator,
         devices=options.devices,
         num_nodes=options.num_nodes,
@@ -140,6 +140,9 @@ def make_trainer(
         callbacks=[*callbacks, LearningRateMonitor(), LossBar(options.log_every)],
         plugins=[writer],
     )
+    # Lightning's handlers send tensors from within a step. Preemption has set its own.
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    return trainer
 
 
 def run_from(
@@ -155,7 +158,6 @@ def run_from(
     """
     began = perf_counter()
     data = make_data(options, location, start)
-    gc.freeze()  # else the collector stops all reads for 0.4 s to look at modules
     model = make_model(options, data)
     writer = BackgroundWriter(checkpoints, options.keep, start.checkpoint)
     boundary = StepBoundary(
@@ -167,6 +169,7 @@ def run_from(
         options.checkpoint_minutes,
         options.validate_every,
         options.grace,
+        options.process_group_timeout,
     )
     clock = StepClock()
     counter = RequestCounter()
@@ -178,8 +181,13 @@ def run_from(
 
     try:
         trainer.fit(model, datamodule=data, ckpt_path=start.name)
-    finally:
-        writer.finish()
+    except BadLoss:
+        writer.finish()  # or ranks would find other checkpoints as the newest
+        raise
+    except RuntimeError:
+        writer.finish(options.grace)
+        raise
+    writer.finish()
     tested = trainer.test(model, datamodule=data, verbose=False)[0]
     if not trainer.is_global_zero:
         return {}
@@ -217,6 +225,7 @@ def draw_and_report(
 def train(options: Options, location: Location) -> dict:
     """Train to the end, going back to a checkpoint whenever a loss is bad."""
     folder = Path(options.output_dir)
+    gc.freeze()  # else the collector stops all reads for 0.4 s to look at modules
     preemption = Preemption(folder, options.max_hours, options.spot)
     place = Location(options.checkpoint_dir, options.endpoint)
     checkpoints = open_checkpoints(replace(place, retry_timeout=options.retry_timeout))

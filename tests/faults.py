@@ -123,6 +123,34 @@ def _poison_read(number: int) -> None:
     BlockOrder.rng, wind_blocks.WindBlocks.read_block = note_rng, read_block
 
 
+def _spoil_gradient(number: int) -> None:
+    """Make one gradient of this step infinite, and leave its loss as it is."""
+    from torch.nn.modules.module import register_module_full_backward_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    taken = []
+    register_optimizer_step_post_hook(lambda *_: taken.append(1))
+
+    def spoil(module, gradient_in, gradient_out):
+        if len(taken) == number and gradient_in[0] is not None:
+            return tuple(None if one is None else one * float("inf") for one in gradient_in)
+
+    register_module_full_backward_hook(spoil)
+
+
+def _terminate_when_data_are_set_up(rank: int) -> None:
+    """Send this process a SIGTERM after Lightning has set its handlers, and before the first step."""
+    import datamodule
+
+    make = datamodule.WindDataModule.train_dataloader
+
+    def terminate_and_make(self):
+        _terminate_self()
+        return make(self)
+
+    datamodule.WindDataModule.train_dataloader = terminate_and_make
+
+
 def _limit_files(size: int) -> None:
     """Let no file grow beyond so many bytes, as on a disk that is full."""
     import resource
@@ -146,6 +174,8 @@ FAULTS = {
     "kill_with_checkpoints": _kill_with_checkpoints,
     "kill_in_write": partial(_in_write, _kill_self),
     "limit_files": _limit_files,
+    "spoil_gradient": _spoil_gradient,
+    "terminate_at_start": _terminate_when_data_are_set_up,
     "poison_read": _poison_read,
     "terminate_at_step": partial(_at_optimizer_step, _terminate_self),
     "terminate_in_backward": partial(_in_backward, _terminate_self),

@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import forkserver
 from pathlib import Path
 from threading import Event, Thread
+from unittest.mock import MagicMock
 
 import book
 import boto3
@@ -132,7 +133,7 @@ def survive(ranks: int, kills: list[int], torn: set[int], run: Path, flags: list
                 )
                 assert re.search(gone, one.err, re.M), one.err
         if number in torn:
-            assert f"{name} cannot be read" in done[0].out, done[0].out
+            assert f"{name} is cut off, or no checkpoint" in done[0].out, done[0].out
     done = run_ranks(ranks, *flags, "--output-dir", run)
     assert codes(done) == [0] * ranks, programs.printed(done)
 
@@ -165,6 +166,7 @@ def test_killed_at_ten_steps_and_torn_twice_it_ends_at_the_same_bits(
 
 STOPPED = {  # how a signal hits the rank that is not 0, or the one that writes
     "in the backward pass": (1, "terminate_in_backward", 4),
+    "before the first step": (1, "terminate_at_start", 0),
     "before a step": (1, "terminate_at_step", 4),
     "in a write": (0, "terminate_in_write", 1),
 }
@@ -215,6 +217,21 @@ def test_a_poisoned_batch_is_skipped_and_the_run_can_be_resumed_to_the_bit(
 # ------------------------------------------------------------------------ what a folder of checkpoints goes through
 
 
+def test_a_gradient_that_is_not_finite_reaches_no_checkpoint(local: list[str], tmp_path: Path) -> None:
+    """The fault is gone when the step is taken again, as one of a GPU would be."""
+    flags = [*SMALL, *local, "--output-dir", tmp_path]
+    done = programs.require_success(SCRIPT, *flags, spoil_gradient=5)
+    assert re.search(r"loss nan at step 5: back to step [24], without batches \[5, 6\]", done.out), done.out
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
+
+
+@thorough
+def test_two_ranks_skip_a_poisoned_batch_together(local: list[str], tmp_path: Path) -> None:
+    done = run_ranks(2, *local, "--patches-per-block", 1, "--output-dir", tmp_path, poison_read=25)
+    assert codes(done) == [0, 0], programs.printed(done)
+    assert summary(tmp_path)["skipped_batches"] == [[4, 5]]
+
+
 @pytest.fixture
 def checkpoints(tmp_path: Path):
     """An empty folder of checkpoints, and a writer that keeps two of them."""
@@ -224,7 +241,7 @@ def checkpoints(tmp_path: Path):
 
 
 def test_the_newest_are_kept_and_what_is_written_is_what_was_there_at_the_save(checkpoints) -> None:
-    from checkpoints import step_name
+    from checkpoints import step_name, step_names
 
     save = torch.save
     state = {"weights": torch.zeros(1000)}
@@ -238,7 +255,7 @@ def test_the_newest_are_kept_and_what_is_written_is_what_was_there_at_the_save(c
         for step in (10, 9, 100):
             checkpoints.save_checkpoint(state, step_name(step))
             checkpoints.finish()
-    assert checkpoints.folder.names() == [step_name(100), step_name(10)]
+    assert step_names(checkpoints.folder) == [step_name(100), step_name(10)]
     path = Path(checkpoints.folder.url, step_name(100))
     assert torch.load(path)["weights"].unique().tolist() == [2]
 
@@ -288,7 +305,7 @@ def test_a_run_resumes_from_a_bucket_to_the_bit(
         programs.require_success(SCRIPT, *flags, environment=KEYS)
         listed = client.list_objects_v2(Bucket="runs")["Contents"]
         names = sorted(entry["Key"].removeprefix("first/") for entry in listed)
-        assert names[0] == "best.ckpt"
+        assert names[0].startswith("best_")
         assert names[-1] == "step_00000012.ckpt"
         assert len(names) <= 4  # one is left out while the one before it is still being written
         (tmp_path / "checkpoints").mkdir()
@@ -395,19 +412,40 @@ def test_both_signals_only_set_a_flag(tmp_path: Path) -> None:
             signal.signal(number, handler)
 
 
-def test_a_stop_waits_no_longer_than_its_grace(checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpoints import step_name
+def test_a_stop_waits_no_longer_than_its_grace(
+    local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint of the first step is never written, as if the storage hung."""
+    import train
 
-    goes_on, save = Event(), torch.save
-    monkeypatch.setattr(torch, "save", lambda *given: goes_on.wait() and save(*given))
-    checkpoints.save_checkpoint({"weights": torch.zeros(3)}, step_name(1))
-    checkpoints.finish(0.01)
-    assert checkpoints.failure == "still being written after 0.01 s"
-    checkpoints.save_checkpoint({"weights": torch.zeros(3)}, step_name(2))
-    assert checkpoints.failure.startswith("step_00000002.ckpt left out: ")
-    goes_on.set()
+    released, save = Event(), torch.save
+
+    def hang(*given) -> None:
+        released.wait()
+        save(*given)
+
+    monkeypatch.setattr(torch, "save", hang)
+    flags = ["--max-hours", "1e-9", "--grace", "1", "--output-dir", str(tmp_path)]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            train.main([*SMALL, *local, *flags])
+    finally:
+        released.set()
+    assert ended.value.code == 1
+    stopped = r"stopped after step 1: --max-hours are over; its checkpoint is not there: still being written"
+    assert re.search(stopped, capsys.readouterr().out)
+
+
+def test_bytes_that_read_back_wrong_are_no_checkpoint(checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkpoints import step_name, step_names
+
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda state, file: save(state, file) or file.truncate(200))
+    checkpoints.save_checkpoint({"weights": torch.zeros(100)}, step_name(1))
     checkpoints.finish()
-    assert checkpoints.folder.names() == [step_name(1)]
+    assert checkpoints.failure.startswith("step_00000001.ckpt not written: ")
+    assert list(checkpoints.folder.path.iterdir()) == []
+    assert step_names(checkpoints.folder) == []
 
 
 def test_minutes_may_decide_when_to_save(local: list[str], tmp_path: Path) -> None:
@@ -449,8 +487,20 @@ def test_the_best_checkpoint_is_that_of_the_lowest_rmse(undisturbed) -> None:
     with open(run / "metrics.csv", newline="") as log:
         rows = [row for row in csv.DictReader(log) if row["rmse (m/s)"]]
     best = min(rows, key=lambda row: float(row["rmse (m/s)"]))
-    saved = torch.load(run / "checkpoints/best.ckpt", weights_only=True)
-    assert saved["global_step"] == int(best["step"]) + 1
+    (path,) = run.glob("checkpoints/best_*")
+    assert path.name.startswith(f"best_{float(best['rmse (m/s)']):.6f}_step_")
+    assert torch.load(path, weights_only=True)["global_step"] == int(best["step"]) + 1
+
+
+def test_a_worse_score_never_takes_the_place_of_the_best_also_in_a_later_run(checkpoints) -> None:
+    from checkpoints import BackgroundWriter, best_names, step_name
+
+    for writer in (checkpoints, BackgroundWriter(checkpoints.folder, keep=2)):
+        for step, score in ((1, 3.0), (2, 2.0), (3, 2.5)):
+            writer.save_checkpoint({"step": step}, step_name(step))
+            writer.keep_if_best(step, score)
+            writer.finish()
+    assert best_names(checkpoints.folder) == ["best_2.000000_step_00000002.ckpt"]
 
 
 def test_a_checkpoint_of_other_bytes_or_another_run_is_refused(tmp_path: Path, local, undisturbed) -> None:
@@ -472,6 +522,10 @@ def test_a_checkpoint_of_other_bytes_or_another_run_is_refused(tmp_path: Path, l
         find_start(folder, str(newest), options)
     with pytest.raises(CheckpointError, match="has --seed 0, not 1; give --seed that, or no --resume"):
         find_start(folder, "last", options | {"seed": 1})
+    with pytest.MonkeyPatch.context() as patch:  # what cannot be read now is not damaged
+        patch.setattr(CheckpointFolder, "read", MagicMock(side_effect=OSError("Input/output error")))
+        with pytest.raises(CheckpointError, match="cannot be read now: Input/output error; try again"):
+            find_start(folder, "auto", options)
     for path in run.glob("checkpoints/step_*"):
         path.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"no whole checkpoint in \S+; give no --resume"):
@@ -551,7 +605,7 @@ def test_the_clouds_notice_is_seen(cloud: str, path: str, monkeypatch: pytest.Mo
 
 
 def test_the_rank_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from heartbeat import DOING, LOST, name_lost_rank
+    from heartbeat import LOST, name_lost_rank
 
     monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
     monkeypatch.setattr(distributed, "get_rank", lambda: 0)
@@ -562,13 +616,13 @@ def test_the_rank_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.M
         text = json.dumps({"step": step, "doing": doing} | here | more)
         (tmp_path / f"ranks/rank_{rank}.json").write_text(text.ljust(400))
 
-    place(0, 7, DOING[2])
-    place(1, 6, DOING[2])
-    place(2, 6, DOING[3])
+    place(0, 7, "in the backward pass")
+    place(1, 6, "in the backward pass")
+    place(2, 6, "updating")
     place(3, 5, LOST)
     assert "rank 1 (process" in name_lost_rank(tmp_path)
     assert "does not answer; it is at step 6, in the backward pass" in name_lost_rank(tmp_path)
-    place(2, 9, DOING[3], pid=2**22 + 1)  # no such process
+    place(2, 9, "updating", pid=2**22 + 1)  # no such process
     assert "is gone; it was at step 9, updating" in name_lost_rank(tmp_path)
     place(1, 9, "ended by DataError")
     assert name_lost_rank(tmp_path) == "rank 1 ended by DataError at step 9"
