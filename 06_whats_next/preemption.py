@@ -40,7 +40,7 @@ TEXTS = {
     Reason.HOURS: "--max-hours are over",
     Reason.SIGNAL: "SIGTERM or SIGUSR1",
     Reason.SPOT: "the cloud takes this machine back",
-    Reason.FILE: "the file STOP is there",
+    Reason.FILE: "the file STOP is there; remove it to go on",
 }
 
 

@@ -156,7 +156,7 @@ def later_names(checkpoints: Checkpoints, step: int) -> list[str]:
 def refuse_later(checkpoints: Checkpoints, step: int) -> None:
     """DataError if there are checkpoints of a run that has come further."""
     for name in later_names(checkpoints, step):
-        remedy = "give --resume to go on from it, --overwrite, or another folder"
+        remedy = "give --resume auto to go on from it, --overwrite, or another folder"
         raise DataError(f"--checkpoint-dir {checkpoints.url}: has {name}; {remedy}")
 
 

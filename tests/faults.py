@@ -74,15 +74,31 @@ def _in_write(action, number: int) -> None:
 
 
 def _kill_with_checkpoints(place: tuple[int, Path, int]) -> None:
-    """Kill this process at its step, once so many checkpoints are in the folder: (step, folder, count)."""
+    """Kill this process at its first step from a number on at which a folder has so many checkpoints."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
     number, folder, count = place
+    taken: list[int] = []
 
-    def wait_and_kill() -> None:
-        while len(list(folder.glob("step_*.ckpt"))) < count:
-            time.sleep(0.01)
-        _kill_self()
+    def kill_if_there(*_) -> None:
+        if len(taken) >= number and len(list(folder.glob("step_*.ckpt"))) >= count:
+            _kill_self()
+        taken.append(1)
 
-    _at_optimizer_step(wait_and_kill, number)
+    register_optimizer_step_pre_hook(kill_if_there)
+
+
+def _wait_for_writes(wanted: bool) -> None:
+    """Let chapter 6 write each checkpoint before it goes on: then none is left out, however slow the disk."""
+    import checkpoints
+
+    save = checkpoints.BackgroundWriter.save_checkpoint
+
+    def save_and_wait(self, *given, **named) -> None:
+        save(self, *given, **named)
+        self.finish()
+
+    checkpoints.BackgroundWriter.save_checkpoint = save_and_wait
 
 
 def _wait_for_file(place: tuple[int, Path]) -> None:
@@ -180,6 +196,7 @@ FAULTS = {
     "terminate_at_step": partial(_at_optimizer_step, _terminate_self),
     "terminate_in_backward": partial(_in_backward, _terminate_self),
     "terminate_in_write": partial(_in_write, _terminate_self),
+    "wait_for_writes": _wait_for_writes,
     "wait_for_file": _wait_for_file,
     "kill_at_step": partial(_at_optimizer_step, _kill_self),
     "stall_at_step": partial(_at_optimizer_step, _stall),
