@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from checkpoints import BackgroundWriter, CheckpointError, print_note, step_name
 from preemption import EXIT_AGAIN, TEXTS, Agreement, Preemption, Reason
-from recovery import LossHistory, Window
+from recovery import BadLoss, LossHistory, Window
 
 EXIT_LOST = 1  # a rank, or the last checkpoint: the same command again may go well
 
@@ -151,6 +151,15 @@ class StepBoundary(Checkpoint):
         rmse = [metrics[name].item() for name in metrics if name.startswith("rmse")]
         if trainer.is_global_zero:
             self.writer.keep_if_best(trainer.global_step, math.prod(rmse))
+
+    def on_exception(
+        self, trainer: Trainer, module: LightningModule, exception: BaseException
+    ) -> None:
+        """Let the thread write what it has; a run that was told to stop has waited."""
+        if isinstance(exception, BadLoss):
+            self.writer.finish()  # or ranks would find different checkpoints
+        elif not isinstance(exception, Stopped):
+            self.writer.finish(self.grace)
 
     def stop(self, trainer: Trainer, reason: Reason, deadline: float) -> None:
         """End this rank when the checkpoint is written, or at the deadline."""

@@ -179,14 +179,7 @@ def run_from(
     if trainer.is_global_zero:
         delete_later(checkpoints, start.step)
 
-    try:
-        trainer.fit(model, datamodule=data, ckpt_path=start.name)
-    except BadLoss:
-        writer.finish()  # or ranks would find other checkpoints as the newest
-        raise
-    except RuntimeError:
-        writer.finish(options.grace)
-        raise
+    trainer.fit(model, datamodule=data, ckpt_path=start.name)
     writer.finish()
     tested = trainer.test(model, datamodule=data, verbose=False)[0]
     if not trainer.is_global_zero:
