@@ -87,9 +87,8 @@ class StepBoundary(Checkpoint):
             reason = f"data begin at step {first}, and training at step {step}"
             raise RuntimeError(reason)
         step_of_rank_0 = trainer.strategy.broadcast(step)
-        if (
-            step != step_of_rank_0
-        ):  # else ranks would train on different steps, and hang
+        # Otherwise ranks would train on different steps, and hang.
+        if step != step_of_rank_0:
             reason = f"this rank begins at step {step}, and rank 0 at {step_of_rank_0}"
             raise CheckpointError(f"{reason}; give all nodes the same checkpoint")
 
@@ -130,9 +129,8 @@ class StepBoundary(Checkpoint):
             return 0
         if time.monotonic() - self.last_save < 60 * self.every_minutes:
             return 0
-        self.last_save = (
-            time.monotonic()
-        )  # once, although the answer comes a step later
+        # Once, although the answer comes a step later.
+        self.last_save = time.monotonic()
         return 1
 
     def judge_losses(self, leave: int) -> None:
@@ -166,9 +164,8 @@ class StepBoundary(Checkpoint):
         step = trainer.global_step
         left = max(0, deadline - time.monotonic())
         self.writer.finish(left)
-        self.agreement.wait_for_all(
-            left
-        )  # a launcher kills all when the first one ends
+        # A launcher may kill the others when the first rank ends.
+        self.agreement.wait_for_all(left)
         text = f"stopped after step {step}: {TEXTS[reason]}"
         code = EXIT_AGAIN
         if self.writer.failure:
