@@ -11,6 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 MODEL_KEYS = ("learning_rate", "max_steps", "seed", "padding")
 DATA_KEYS = (
     "variables",
+    "level",
+    "missing",
+    "missing_chunks",
     "train_times",
     "validation_times",
     "test_times",

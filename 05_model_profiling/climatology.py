@@ -1,6 +1,9 @@
-"""The climatology of the training times: read from the store, or sampled once and kept."""
+"""The climatology of the training times: read from the store, or computed once and kept."""
 
 import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -12,12 +15,16 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from errors import DataError, first_line
-from fields import DIMENSIONS, Period, sort_coordinates
+from fields import DIMENSIONS, Period, sort_coordinates, times_per_chunk
 from store import FieldReader
 
 KEPT = Path(__file__).parent / "outputs/climatology"
 TIMES_A_MONTH = 20  # of a sample
 SAMPLE_STREAM = 5  # of random numbers
+# Under --missing mask. The mean of one value would leave an anomaly of exactly 0.
+LEAST_VALUES = 3
+TIMES_AHEAD = 16  # read at once
+SAVES = 20  # of the sums, in a pass over the training times
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,8 @@ class Climatology:
 
     mean: np.ndarray  # (12, variables, latitude, longitude), NaN where there is none
     std: np.ndarray  # (variables,), of the anomalies over all valid cells
+    variables: list[str]
+    missing: str = "refuse"  # or "mask": cells may be absent at single times
 
     @property
     def valid(self) -> np.ndarray:
@@ -34,20 +43,31 @@ class Climatology:
 
 
 def load_climatology(
-    reader: FieldReader, training: Period, span: tuple[str, str]
+    reader: FieldReader,
+    training: Period,
+    span: tuple[str, str],
+    missing: str = "refuse",
 ) -> Climatology:
     """From the store's statistics of this span, if it has some, else from a sample.
 
-    DataError if they are of another grid, or if a variable has no values or no anomalies.
+    If `missing` is "mask", from what is present at all times of the span: a sample would
+    take a cloudy cell for an empty one, and the store's statistics do not say how many
+    values they are of. DataError if they are of another grid, or if a variable has no
+    values or no anomalies.
     """
-    name = "_".join([*sorted(reader.variables), *span])
-    if len(name) >= 200:  # a file's name may have 255 letters
+    level = [reader.level] if reader.level else []
+    name = "_".join([*sorted(reader.variables), *level, *span])
+    if len(name) >= 200 or "/" in name:  # a file's name may have 255 letters
         name = sha256(name.encode()).hexdigest()
-    climatology = read_statistics(reader, name)
+    climatology = None
+    if missing == "refuse":
+        climatology = read_statistics(reader, name)
     if climatology is None:
-        climatology = keep_sample(reader, training, name)
-    for variable, std in zip(reader.variables, climatology.std):
-        if not std > 0:
+        climatology = keep(reader, training, name, missing)
+    size = np.nanmax(np.abs(climatology.mean), axis=(0, 2, 3))
+    least = 1e-6 * size  # what rounding leaves of a constant
+    for variable, std, smallest in zip(reader.variables, climatology.std, least):
+        if not std > smallest:
             reason = "in the training times it never differs from its month's mean"
             raise DataError(f"--variables {variable}: {reason}; leave it out")
     return climatology
@@ -74,7 +94,7 @@ def read_statistics(reader: FieldReader, name: str) -> Climatology | None:
     mean = statistics.to_dataarray("variable").astype("float32")
     mean = mean.transpose("month", "variable", "latitude", "longitude").values
     std = [statistics[variable].attrs["std"] for variable in reader.variables]
-    climatology = Climatology(mean, np.float32(std))
+    climatology = Climatology(mean, np.float32(std), reader.variables)
     require_values(climatology.valid)
     return climatology
 
@@ -86,23 +106,33 @@ def require_values(valid: np.ndarray) -> None:
         raise DataError(f"--variables, --train-times: {reason}; give others")
 
 
-def keep_sample(reader: FieldReader, training: Period, name: str) -> Climatology:
-    """From a sample of the training times, kept in a file for the next run."""
-    path = KEPT / f"{name}_{identify(reader, training)}.npz"
+def keep(reader: FieldReader, training: Period, name: str, missing: str) -> Climatology:
+    """Computed, and kept in a file for the next run."""
+    path = KEPT / f"{name}_{missing}_{identify(reader, training)}.npz"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):  # of several ranks, one computes
             if not path.exists():
-                climatology = compute_sample(reader, training)
-                partial = path.with_suffix(".part.npz")
-                np.savez(partial, mean=climatology.mean, std=climatology.std)
-                os.replace(partial, path)
-                print(f"climatology of a sample, kept in {os.path.relpath(path)}")
+                if missing == "mask":
+                    times = "all training times"
+                    mean, std = average_present(reader, training, path)
+                else:
+                    times = "a sample"
+                    mean, std = average_sample(reader, training)
+                save(path, mean=mean, std=std)
+                print(f"climatology of {times}, kept in {os.path.relpath(path)}")
     except OSError as error:
         reason = f"the climatology cannot be kept: {error.strerror}"
         raise DataError(f"{KEPT}: {reason}; make the folder writable") from error
     with np.load(path) as kept:
-        return Climatology(kept["mean"], kept["std"])
+        return Climatology(kept["mean"], kept["std"], reader.variables, missing)
+
+
+def save(path: Path, **arrays: np.ndarray) -> None:
+    """Write arrays to a file that is whole whenever it is there."""
+    partial = path.with_suffix(".part.npz")
+    np.savez(partial, **arrays)
+    os.replace(partial, path)
 
 
 def identify(reader: FieldReader, training: Period) -> str:
@@ -114,15 +144,18 @@ def identify(reader: FieldReader, training: Period) -> str:
     server = urlsplit(location.endpoint or "")
     parts = [url, server.hostname, *reader.variables]  # a server's port may change
     fields = reader.open()
-    parts += [fields[dim].values.tobytes() for dim in DIMENSIONS]
+    # As text: dates of other calendars are objects, and their bytes are addresses.
+    parts += [fields[dim].values.astype(str).tobytes() for dim in DIMENSIONS]
     first = {"time": training.positions[0]}
     parts += [reader.read(variable, first).tobytes() for variable in reader.variables]
-    parts += [TIMES_A_MONTH]
+    parts += [reader.level, TIMES_A_MONTH]
     return sha256(repr(parts).encode()).hexdigest()[:12]
 
 
-def compute_sample(reader: FieldReader, training: Period) -> Climatology:
-    """From TIMES_A_MONTH times of each month, the same times in every run."""
+def average_sample(
+    reader: FieldReader, training: Period
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and std, as a Climatology has them, from TIMES_A_MONTH times of each month, the same times in every run."""
     rng = np.random.default_rng(SAMPLE_STREAM)
     means, squares, counts = [], [], []
     for month in tqdm(range(12), "months sampled", disable=None):
@@ -144,7 +177,101 @@ def compute_sample(reader: FieldReader, training: Period) -> Climatology:
     require_values(valid)
     variance = np.sum(squares, axis=0)[:, valid].sum(axis=1)
     variance /= counted[:, valid].sum(axis=1)
-    return Climatology(np.float32(means), np.float32(variance**0.5))
+    return np.float32(means), np.float32(variance**0.5)
+
+
+class Sums:
+    """What is present in each month and cell, added up in double precision."""
+
+    def __init__(self, variables: int, height: int, width: int):
+        self.blocks = 0  # of the training times, that are in the sums
+        self.count = np.zeros((12, 1, height, width), "int32")
+        self.total = np.zeros((12, variables, height, width))
+        self.squares = np.zeros_like(self.total)
+
+    def add(self, values: np.ndarray, months: np.ndarray) -> None:
+        """Add a block, (variables, times, H, W). A cell is present if all variables are."""
+        present = ~np.isnan(values).any(axis=0)
+        for month in np.unique(months):
+            chosen = months == month
+            here = present[chosen]
+            seen = np.where(here, values[:, chosen], 0).astype("float64")
+            self.count[month] += here.sum(axis=0)
+            self.total[month] += seen.sum(axis=1)
+            self.squares[month] += (seen**2).sum(axis=1)
+        self.blocks += 1
+
+    def average(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and std, as a Climatology has them. DataError if no cell has enough values."""
+        enough = self.count >= LEAST_VALUES
+        require_values(enough.any(axis=0))
+        mean = np.full(self.total.shape, np.nan)
+        np.divide(self.total, self.count, out=mean, where=enough)
+        spread = self.squares - self.total * mean  # sum of the squared anomalies
+        variance = np.nansum(spread, axis=(0, 2, 3)) / self.count[enough].sum()
+        return np.float32(mean), np.float32(variance.clip(0) ** 0.5)
+
+
+def average_present(
+    reader: FieldReader, training: Period, path: Path
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and std of what is present at all training times, each chunk read once.
+
+    A few threads read ahead; the blocks are added in order, so that the sums are the same
+    in every pass. They are saved now and then, and a pass that was stopped goes on from there.
+    """
+    # Its own reader, because the run's counts what the run misses.
+    reader = FieldReader(reader.location, reader.variables, reader.level)
+    fields = reader.open()
+    per_chunk = times_per_chunk(fields)
+    chunks = training.positions // per_chunk
+    starts = np.flatnonzero(np.diff(chunks)) + 1
+    blocks = np.split(np.arange(len(chunks)), starts)
+    sums = Sums(len(reader.variables), fields.latitude.size, fields.longitude.size)
+    saved = path.with_suffix(".sums.npz")
+    if saved.exists():
+        with np.load(saved) as arrays:
+            vars(sums).update(arrays)
+
+    def read(block: np.ndarray) -> np.ndarray:
+        times = training.positions[block]
+        values = reader.read_at_once([{"time": slice(times[0], times[-1] + 1)}])[0]
+        check_finite(values, times, reader)
+        return values
+
+    rest = blocks[int(sums.blocks) :]
+    bar = tqdm(
+        total=len(blocks),
+        initial=len(blocks) - len(rest),
+        desc="climatology",
+        disable=None,
+    )
+    ahead = max(1, TIMES_AHEAD // per_chunk)
+    for block, values in zip(rest, read_ahead(read, rest, ahead)):
+        sums.add(values, training.months[block])
+        bar.update()
+        if sums.blocks % max(1, len(blocks) // SAVES) == 0:
+            save(saved, **vars(sums))
+    bar.close()
+    missing = reader.traffic()[2]
+    if missing:
+        print(f"{missing} chunks of the training times are missing")
+    saved.unlink(missing_ok=True)
+    return sums.average()
+
+
+def read_ahead(
+    read: Callable[[np.ndarray], np.ndarray], blocks: list[np.ndarray], ahead: int
+) -> Iterator[np.ndarray]:
+    """What `read` returns for each block, in order, read by as many threads ahead."""
+    pending: deque[Future] = deque()
+    with ThreadPoolExecutor(ahead) as threads:
+        for block in blocks:
+            pending.append(threads.submit(read, block))
+            if len(pending) > ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def check_finite(values: np.ndarray, times: np.ndarray, reader: FieldReader) -> None:

@@ -28,7 +28,12 @@ def call_with_store(task: Task, summary: str, argv: list[str] | None) -> Result:
     warnings.filterwarnings("ignore", module="lightning|zarr")
     warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated")
     named = Location(
-        options.store or "", options.endpoint, options.anonymous, options.retry_timeout
+        options.store or "",
+        options.endpoint,
+        options.anonymous,
+        options.retry_timeout,
+        options.region,
+        options.missing_chunks,
     )
     try:
         with nullcontext(named) if options.store else serve_demo_store() as location:

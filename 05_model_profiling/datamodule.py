@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from block_loader import BlockLoader, BlockOrder
 from data import PatchDataset
+from store import FieldReader
 from wind_blocks import WindBlocks
 
 # Imported once, by the server that all workers are forked from. No room may be among
@@ -68,6 +69,7 @@ class StepSampler(Sampler):
 class WindDataModule(LightningDataModule):
     """The training's block loader, and plain loaders for validation and test.
 
+    `reader` is the one that validation and test read through.
     `options` are kept in each checkpoint, because a resumed run must share most of them.
     """
 
@@ -78,6 +80,7 @@ class WindDataModule(LightningDataModule):
         blocks: WindBlocks,
         validation: PatchDataset,
         test: PatchDataset,
+        reader: FieldReader,
         first_step: int = 0,
         num_workers: int = 0,
         start_method: str = "forkserver",
@@ -88,6 +91,7 @@ class WindDataModule(LightningDataModule):
         self.blocks = blocks
         self.validation = validation
         self.test = test
+        self.reader = reader
         self.first_step = first_step
         self.num_workers = num_workers
         self.start_method = start_method

@@ -15,9 +15,11 @@ from scipy.spatial import QhullError
 from torch import nn
 
 from data import PatchDataset
+from errors import DataError
 
 EVAL_SAMPLES = 96
 EVAL_SEED = 1991  # not --seed: every run is judged on the same patches
+NOTHING_TO_JUDGE = "--test-times: no value is present in any patch; give others"
 BASELINE = "interpolated anomalies"  # the one to beat
 WAIT = "[_TrainingEpochLoop].train_dataloader_next"  # as Lightning's profilers call it
 
@@ -41,6 +43,8 @@ def baselines(
         for name, fill in fills(mean, anomaly, seen, unseen).items():
             error = (weight * (fill - truth) ** 2).sum(axis=-1)
             squares[name] = squares.get(name, 0) + error
+    if not weights:
+        raise DataError(NOTHING_TO_JUDGE)
     rmse: dict[str, dict[str, float]] = {}
     for name, square in squares.items():
         rmse[name] = {}
@@ -94,12 +98,17 @@ def interpolate(
 def plot_example(
     dataset: PatchDataset, units: dict[str, list[int]], network: nn.Module
 ) -> Figure:
-    """Map sample 0 and the network's fill: the wind's speed, or else the first variable."""
-    sample = dataset[0, 0]
-    patch = dataset.patch(0, 0)
+    """Map a sample and the network's fill: the wind's speed, or else the first variable.
+
+    Cells that are absent are left blank.
+    """
+    k, sample = first_with_target(dataset)
+    patch = dataset.patch(0, k)
     prediction = predict(network, sample["input"])
     unseen = sample["unseen"][0] > 0
+    present = unseen | (sample["input"][-1] > 0)
     truth = dataset.monthly_mean(patch) + dataset.std * sample["target"]
+    truth = np.where(present, truth, np.nan)
     error = dataset.std * (prediction - sample["target"])
     error = np.where(unseen, error, 0)
     is_wind = units == {"m/s": [0, 1]}
@@ -134,6 +143,15 @@ def plot_example(
     date = str(dataset.period.dates[patch.time])[:10]
     figure.suptitle(f"{date}, kept from training")
     return figure
+
+
+def first_with_target(dataset: PatchDataset) -> tuple[int, dict[str, np.ndarray]]:
+    """The first sample that has cells to be filled, and its number k."""
+    for k in range(dataset.batch_size):
+        sample = dataset[0, k]
+        if sample["unseen"].any():
+            return k, sample
+    raise DataError(NOTHING_TO_JUDGE)
 
 
 def predict(network: nn.Module, inputs: np.ndarray) -> np.ndarray:
@@ -237,6 +255,9 @@ def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:
     if "requests_per_sample" in metrics:
         size = f"{metrics['bytes_per_sample'] / 1e6:.2f} MB"
         print(f"{metrics['requests_per_sample']:.1f} requests and {size} for a sample")
+    if metrics.get("missing_chunks"):
+        missing = metrics["missing_chunks"]
+        print(f"{missing} missing chunks were asked for, counted by each process")
     memory = f"peak memory {metrics['peak_memory_gb']:.1f} GB"
     print(f"{metrics['steps']} steps in {metrics['seconds']:.0f} s, {memory}")
     print(f"picture: {picture}")

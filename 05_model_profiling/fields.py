@@ -16,15 +16,20 @@ DIMENSIONS = {
 }
 
 
-def select_variables(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
+def select_variables(
+    dataset: xr.Dataset, names: list[str], level: str | None = None
+) -> xr.Dataset:
     """The named variables on sorted dimensions; no value is read.
 
-    Their order of dimensions stays that of the store. DataError if one cannot be used.
+    `level` chooses a value of one further dimension. The order of dimensions stays that of
+    the store. DataError if a variable cannot be used.
     """
     on_store = {str(name): dataset[name].dims for name in dataset.data_vars}
     present = [name for name in on_store if name in names]
     dataset = dataset[present].squeeze().reset_coords(drop=True)
     dataset = rename_dimensions(dataset)
+    if level is not None:
+        dataset = select_level(dataset, level)
     for name in names:
         complete = name in dataset and set(DIMENSIONS) <= set(dataset.indexes)
         if not complete or sorted(dataset[name].dims) != sorted(DIMENSIONS):
@@ -34,6 +39,8 @@ def select_variables(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
             choice = "; ".join(listed) or "no variable"
             reason = f"it is not in the store on {', '.join(DIMENSIONS)} alone"
             needed = "each needs coordinates and more than one value"
+            if set(DIMENSIONS) < set(dataset.dims):
+                needed = "choose a value of the further dimension by --level"
             raise DataError(
                 f"--variables {name}: {reason}; there are {choice}; {needed}"
             )
@@ -45,6 +52,31 @@ def select_variables(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
         cause = "it was written twice, or a chunk of it is missing"
         raise DataError(f"a coordinate has a value twice: {cause}; write it anew")
     return sort_coordinates(dataset)
+
+
+def select_level(dataset: xr.Dataset, level: str) -> xr.Dataset:
+    """The value `level` of the one dimension that is neither time nor on the map.
+
+    DataError if there is no such dimension, or more than one, or no such value.
+    """
+    further = sorted(set(map(str, dataset.dims)) - set(DIMENSIONS))
+    if len(further) != 1:
+        listed = " and ".join(further) or "no further dimension"
+        reason = f"--level {level}: the variables have {listed}"
+        raise DataError(f"{reason}; it chooses a value of one dimension")
+    (dim,) = further
+    for number, value in enumerate(dataset[dim].values):
+        if is_same(value, level):
+            return dataset.isel({dim: number}, drop=True)
+    choice = ", ".join(map(str, dataset[dim].values))
+    raise DataError(f"--level {level}: {dim} has no such value; give one of {choice}")
+
+
+def is_same(value: object, text: str) -> bool:
+    """Whether a text names a value: as a number if both are numbers."""
+    with suppress(TypeError, ValueError):
+        return float(value) == float(text)
+    return str(value) == text
 
 
 def check_values(variable: xr.DataArray) -> None:
@@ -157,10 +189,10 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
     periods: list[Period] = []
     flag_of: dict[int, str] = {}
     for flag, (first, last) in spans.items():
-        chosen = np.zeros(time.size, bool)
-        with suppress(TypeError, ValueError):  # not a date
-            chosen = np.isin(time, time.sel(time=slice(first, last)))
-        positions = np.flatnonzero(chosen)
+        positions = np.arange(0)
+        with suppress(KeyError, TypeError, ValueError):  # not a date
+            chosen = time.indexes["time"].slice_indexer(first, last)
+            positions = np.arange(time.size)[chosen]
         given = f"{flag} {first} {last}"
         if not positions.size:
             raise DataError(f"{given}: no times; {remedy}")

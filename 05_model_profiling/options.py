@@ -30,10 +30,14 @@ class Options:
 
     store: str | None
     endpoint: str | None
+    region: str | None
     anonymous: bool
     retry_timeout: int
     count_requests: bool
     variables: list[str]
+    level: str | None
+    missing: str
+    missing_chunks: str
     train_times: list[str]
     validation_times: list[str]
     test_times: list[str]
@@ -66,7 +70,7 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     args = make_parser(summary).parse_args(argv)
     args.variables = list(dict.fromkeys(args.variables))  # each once
     check_numbers(vars(args))
-    check_store(args.store, args.endpoint)
+    check_store(args.store, args.endpoint, args.region)
     set_devices(args)
     set_slots(args)
     if args.start_method not in ("forkserver", "spawn"):
@@ -99,6 +103,7 @@ def add_data_options(add: Callable) -> None:
     demo = "if not given, a small one is made and served"
     add("--store", help=f"Zarr: a path, s3://, gs://, https://; {demo}")
     add("--endpoint", metavar="URL", help="an S3 server other than AWS's")
+    add("--region", help="of the store's bucket on AWS; if not given, AWS_REGION")
     add("--anonymous", action="store_true", help="sign no request: for public buckets")
     add("--retry-timeout", type=int, default=120, help="seconds to retry a failed read")
     switch = argparse.BooleanOptionalAction
@@ -109,6 +114,15 @@ def add_data_options(add: Callable) -> None:
         help="report requests and bytes",
     )
     add("--variables", nargs="+", default=VARIABLES, help="any number of the store's")
+    add("--level", help="value of a further dimension, such as 850 or a member's name")
+    absent = (
+        "what to do where a value is missing; mask: leave the cell out at that time"
+    )
+    add("--missing", choices=("refuse", "mask"), default="refuse", help=absent)
+    sparse = (
+        "what to do if a chunk is missing that would read as a number; fill: read it so"
+    )
+    add("--missing-chunks", choices=("refuse", "fill"), default="refuse", help=sparse)
     add(
         "--train-times", **times, default=TRAIN_TIMES, help="dates or years to train on"
     )
@@ -188,7 +202,7 @@ def check_numbers(values: dict) -> None:
         refuse(f"--seed {values['seed']}: too large; give less than 2**64")
 
 
-def check_store(store: str | None, endpoint: str | None) -> None:
+def check_store(store: str | None, endpoint: str | None, region: str | None) -> None:
     """Refuse a folder that is not there, and URLs that hold credentials."""
     if store and "://" not in store and not Path(store).is_dir():
         refuse(f"--store {store}: no such folder; give a Zarr store, or a URL")
@@ -202,6 +216,8 @@ def check_store(store: str | None, endpoint: str | None) -> None:
         refuse(f"--endpoint {endpoint}: give http://... or https://...")
     if endpoint and not (store or "").startswith(("s3://", "s3a://")):
         refuse(f"--endpoint {endpoint}: only for --store s3://...; leave it out")
+    if region and not (store or "").startswith(("s3://", "s3a://")):
+        refuse(f"--region {region}: only for --store s3://...; leave it out")
 
 
 def set_devices(args: argparse.Namespace) -> None:

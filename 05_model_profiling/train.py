@@ -38,7 +38,7 @@ from wind_blocks import WindBlocks
 
 def make_data(options: Options, location: Location, first_step: int) -> WindDataModule:
     """Patches to train on, to validate on and to test on; none is read yet."""
-    reader = FieldReader(location, options.variables)
+    reader = FieldReader(location, options.variables, options.level)
     fields = reader.open()
     spans = {
         "--train-times": options.train_times,
@@ -46,7 +46,8 @@ def make_data(options: Options, location: Location, first_step: int) -> WindData
         "--test-times": options.test_times,
     }
     training, validation, test = split_times(fields.time, spans)
-    climatology = load_climatology(reader, training, options.train_times)
+    span = options.train_times
+    climatology = load_climatology(reader, training, span, options.missing)
     grid = Grid(fields.latitude.values, fields.longitude.values)
     size = options.patch_size
     batch_size = options.batch_size
@@ -59,7 +60,8 @@ def make_data(options: Options, location: Location, first_step: int) -> WindData
 
     blocks = WindBlocks(
         make_dataset(training, batch_size, options.seed),
-        FieldReader(location, options.variables),  # its own: only its reads are counted
+        # Its own, because only its reads are counted as the training's.
+        FieldReader(location, options.variables, options.level),
         per_block,
     )
     order = BlockOrder(
@@ -71,6 +73,7 @@ def make_data(options: Options, location: Location, first_step: int) -> WindData
         blocks,
         make_dataset(validation, EVAL_SAMPLES, EVAL_SEED),
         make_dataset(test, EVAL_SAMPLES, EVAL_SEED),
+        reader,
         first_step,
         options.num_workers,
         options.start_method,
@@ -154,6 +157,7 @@ def train(options: Options, location: Location) -> dict:
         return {}
 
     metrics: dict = {"steps": options.max_steps}
+    metrics["missing_chunks"] = counter.missing_chunks
     metrics |= clock.throughput(options.batch_size)
     metrics["peak_memory_gb"] = evaluation.peak_memory_gb()
     if options.count_requests:

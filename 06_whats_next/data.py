@@ -73,6 +73,8 @@ class PatchDataset(Dataset):
         self.read = read
         self.grid = grid
         self.period = period
+        self.variables = climatology.variables
+        self.missing = climatology.missing
         self.mean = climatology.mean
         self.std = climatology.std[:, None, None]
         self.valid = climatology.valid[None]
@@ -128,28 +130,32 @@ class PatchDataset(Dataset):
         return self.cut(self.mean[month], patch)
 
     def make_batch(self, samples: list[Sample]) -> dict[str, np.ndarray]:
-        """A batch of n samples, float32, zero in cells that are not valid:
+        """A batch of n samples, float32, zero in cells that are absent:
 
         input (n, variables + 1, H, W): the anomalies that are seen, and where that is;
         target (n, variables, H, W): all anomalies, over their standard deviation;
         unseen (n, 1, H, W): 1 in the cells to be filled;
         weight (n, 1, H, W): cos(latitude) in the cells to be filled, else 0.
-        DataError where a value is missing.
+        A cell is absent if it has no climatology. Under --missing mask it is also absent
+        at a time at which a variable is missing there; else that is a DataError.
         """
         patches = [each.patch for each in samples]
         mean = np.stack([self.monthly_mean(patch) for patch in patches])
-        valid = np.stack([self.cut(self.valid, patch) for patch in patches])
         target = np.stack([each.values for each in samples])
         # Reuses the mean's memory: to allocate takes as long as to subtract.
         target = np.subtract(target, mean, out=mean)
         target /= self.std
-        if not valid.all():
-            np.copyto(target, 0, where=~valid)
+        if self.missing == "mask":
+            present = ~np.isnan(target).any(axis=1, keepdims=True)
+        else:
+            present = np.stack([self.cut(self.valid, patch) for patch in patches])
+        if not present.all():
+            np.copyto(target, 0, where=~present)
         self.check_finite(target, patches)
 
         swaths = np.stack([patch.seen for patch in patches])
-        seen = valid & swaths[:, None]
-        unseen = valid & ~seen
+        seen = present & swaths[:, None]
+        unseen = present & ~seen
         unseen = unseen.astype("float32")
         size = self.space.size
         inputs = np.empty((len(samples), len(self.std) + 1, size, size), "float32")
@@ -167,18 +173,24 @@ class PatchDataset(Dataset):
         return cosine.astype("float32")[:, None, :, None]
 
     def check_finite(self, target: np.ndarray, patches: list[Patch]) -> None:
-        """DataError that names the date of a value that is not finite."""
+        """DataError that names variable and date of a value that is not finite."""
         # Quick: each value is looked at only if the sum is not finite.
         if np.isfinite(target.sum()):
             return
-        bad = ~np.isfinite(target).all(axis=(1, 2, 3))
-        if bad.any():
-            patch = patches[bad.argmax()]
-            date = self.period.dates[patch.time]
-            cause = (
-                f"NaN or infinity on {str(date)[:16]}: a value or a chunk is missing"
-            )
-            remedy = (
-                "fill it, or give --train-times that have the month in several years"
-            )
-            raise DataError(f"{cause}; {remedy}")
+        bad = ~np.isfinite(target).all(axis=(2, 3))
+        for n, number in np.argwhere(bad):
+            reason = self.explain(target[n, number], patches[n], number)
+            date = str(self.period.dates[patches[n].time])[:16]
+            raise DataError(f"{self.variables[number]} on {date}: {reason}")
+
+    def explain(self, target: np.ndarray, patch: Patch, number: int) -> str:
+        """Why a variable's anomalies are not finite, and what to do about it."""
+        if np.isinf(target).any():
+            return "infinity; replace it by a value"
+        mean = self.monthly_mean(patch)[number]
+        valid = self.cut(self.valid[0], patch)
+        if np.isnan(mean[valid]).any():
+            remedy = "give --train-times that have the month in several years"
+            return f"NaN, because its month has no climatology; {remedy}"
+        remedy = "give --missing mask to leave such cells out, or fill them"
+        return f"NaN: a value or a chunk is missing; {remedy}"

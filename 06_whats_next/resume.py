@@ -27,6 +27,9 @@ from store import Location
 MODEL_KEYS = ("learning_rate", "max_steps", "seed", "padding")
 DATA_KEYS = (
     "variables",
+    "level",
+    "missing",
+    "missing_chunks",
     "train_times",
     "validation_times",
     "test_times",

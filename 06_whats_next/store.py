@@ -1,10 +1,12 @@
 """A Zarr store behind a path or a URL, read many regions at once, every request counted."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
+from time import monotonic
 
 import numpy as np
 import torch
@@ -26,26 +28,34 @@ from fields import select_variables
 READS_AT_ONCE = 64  # of one process; each may ask for several chunks
 # Objects of metadata, each of which may be absent.
 METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
+# Parts of obstore's messages, whose classes do not tell these cases apart.
+BROKEN_BODY = "body error"
+OTHER_REGION = "redirect without LOCATION"
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a store is, and how to reach it."""
+    """Where a store is, how to reach it, and what a chunk that is not there means."""
 
     url: str  # or a path
     endpoint: str | None = None  # of an S3 server other than AWS's
     anonymous: bool = False
     retry_timeout: int = 120  # seconds for which a failed read is tried again
+    region: str | None = None  # of an S3 bucket; if not given, that of the environment
+    missing_chunks: str = "refuse"  # or "fill": they hold the array's fill value
 
 
 class CountingStore(WrapperStore):
     """Counts its reads, names the object that fails, and knows which must not be missing."""
 
-    def __init__(self, store: ObjectStore):
+    def __init__(self, store: ObjectStore, retry_timeout: float = 0):
         super().__init__(store)
+        self.retry_timeout = retry_timeout
         self.requests = 0
         self.bytes_read = 0
-        self.complete: set[str] = set()  # arrays in which a missing chunk is damage
+        self.missing: set[str] = set()  # chunks that were asked for
+        # Arrays whose chunks are counted if they are missing: why that is an error, or None.
+        self.rules: dict[str, str | None] = {}
 
     async def get(self, key: str, *how, **more):
         """The bytes of an object, or None if there is none.
@@ -54,7 +64,7 @@ class CountingStore(WrapperStore):
         """
         content = None
         try:
-            content = await super().get(key, *how, **more)
+            content = await self.get_whole(key, *how, **more)
         except NotSupportedError as error:
             reason = "shards need range requests, which this server ignores"
             remedy = "copy the store to a disk or a bucket, or write it without shards"
@@ -65,14 +75,43 @@ class CountingStore(WrapperStore):
                 remedy = "check credentials, or give --anonymous"
                 raise DataError(f"{key}: {first_line(error)}; {remedy}") from error
         except Exception as error:  # obstore's errors share no base
+            if OTHER_REGION in str(error):
+                reason = "the bucket is in another region"
+                raise DataError(f"{reason}; give its --region") from error
             raise DataError(f"{key}: {first_line(error)}") from error
         self.requests += 1  # all reads run in one thread, that of Zarr's event loop
         if content is not None:
             self.bytes_read += len(content)
-        elif key.split("/")[0] in self.complete and not key.endswith(METADATA):
-            remedy = "copy it again, or choose other times"
-            raise DataError(f"{key}: this chunk is missing; {remedy}")
+        elif not key.endswith(METADATA):
+            self.count_missing(key)
         return content
+
+    async def get_whole(self, key: str, *how, **more):
+        """An object, asked for again if the connection breaks within its body.
+
+        obstore goes on from the byte that it has, but only if the server sends an ETag.
+        """
+        deadline = monotonic() + self.retry_timeout
+        delay = 0.1
+        while True:
+            try:
+                return await super().get(key, *how, **more)
+            except Exception as error:
+                out_of_time = monotonic() + delay > deadline
+                if BROKEN_BODY not in str(error) or out_of_time:
+                    raise
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, 5)
+
+    def count_missing(self, key: str) -> None:
+        """Remember a chunk that is not there. DataError if that is damage."""
+        array = key.split("/")[0]
+        if array not in self.rules:
+            return
+        damage = self.rules[array]
+        if damage:
+            raise DataError(f"{key}: this chunk is missing; {damage}")
+        self.missing.add(key)
 
     if hasattr(ZarrStore, "get_ranges"):  # from zarr 3.3 on, shards are read by it
         get_ranges = ZarrStore.get_ranges  # through get(), not past it
@@ -94,7 +133,8 @@ def connect(location: Location) -> CountingStore:
         options = client_options(location)
     else:
         url = Path(url).absolute().as_uri()
-    return CountingStore(ObjectStore(from_url(url, **options), read_only=True))
+    store = ObjectStore(from_url(url, **options), read_only=True)
+    return CountingStore(store, location.retry_timeout)
 
 
 def client_options(location: Location) -> dict:
@@ -105,6 +145,8 @@ def client_options(location: Location) -> dict:
     options["retry_config"] = {"max_retries": 1000, "retry_timeout": timeout}
     if location.endpoint:
         options["endpoint"] = location.endpoint
+    if location.region:
+        options["region"] = location.region
     if location.anonymous and not location.url.startswith("http"):
         options["skip_signature"] = True
     elif location.url.startswith("s3:"):  # obstore does not look into ~/.aws by itself
@@ -126,14 +168,28 @@ def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
         raise
     except Exception as error:  # obstore's, boto3's, Zarr's and xarray's share no base
         remedy = "check URL and credentials, or give --anonymous"
+        if "decode" in str(error):
+            remedy = "mend its attributes, such as the units of time"
         raise DataError(f"{first_line(error)}; {remedy}") from error
 
 
-def may_miss_chunks(encoding: dict) -> bool:
-    """Whether a missing chunk reads as missing values. Else it would read as a number."""
-    masked = encoding.get("_FillValue")
+def explain_missing(encoding: dict, missing_chunks: str) -> str | None:
+    """What to do if a chunk of such an array is missing; None if that is no error.
+
+    Zarr and xarray write no chunk that holds nothing but the fill value.
+    """
+    copy = "copy it again, or choose other times"
+    masked = encoding.get("_FillValue", encoding.get("missing_value"))
     fill = encoding.get("fill_value", masked)
-    return fill is not None and bool(np.isnan(fill) or fill == masked)
+    if fill is None:
+        return copy
+    if masked is None:
+        if np.isnan(fill) or missing_chunks == "fill":
+            return None
+        sparse = f"if chunks of nothing but the fill value {fill} were left out"
+        return f"{sparse}, give --missing-chunks fill, else {copy}"
+    # A missing chunk would not read as missing values: those were written.
+    return None if np.array_equal(fill, masked, equal_nan=True) else copy
 
 
 class FieldReader:
@@ -143,15 +199,19 @@ class FieldReader:
     connections survive neither a fork nor a pickle.
     """
 
-    def __init__(self, location: Location, variables: list[str]):
+    def __init__(
+        self, location: Location, variables: list[str], level: str | None = None
+    ):
         self.location = location
         self.variables = variables
+        self.level = level
         self.opening = Lock()
         self.store: CountingStore | None = None
         self.fields: xr.Dataset | None = None
 
     def __getstate__(self) -> dict:
-        return {"location": self.location, "variables": self.variables}
+        names = ("location", "variables", "level")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict) -> None:
         self.__init__(**state)
@@ -161,10 +221,11 @@ class FieldReader:
         with self.opening:  # many threads may come at once
             if self.fields is None:
                 self.store, dataset = open_store(self.location)
-                self.fields = select_variables(dataset, self.variables)
+                self.fields = select_variables(dataset, self.variables, self.level)
                 for name in self.variables:
-                    if not may_miss_chunks(self.fields[name].encoding):
-                        self.store.complete.add(name)
+                    encoding = self.fields[name].encoding
+                    rule = explain_missing(encoding, self.location.missing_chunks)
+                    self.store.rules[name] = rule
                 self.store.requests = 0
                 self.store.bytes_read = 0
         return self.fields
@@ -195,18 +256,19 @@ class FieldReader:
         values = np.stack(parts).astype("float32", copy=False)
         return values.reshape(len(regions), len(self.variables), *values.shape[1:])
 
-    def traffic(self) -> tuple[int, int]:
-        """Requests and bytes so far, since the store was opened in this process."""
+    def traffic(self) -> tuple[int, int, int]:
+        """Requests, bytes and missing chunks since the store was opened in this process."""
         if self.store is None:
-            return 0, 0
-        return self.store.requests, self.store.bytes_read
+            return 0, 0, 0
+        return self.store.requests, self.store.bytes_read, len(self.store.missing)
 
 
 class RequestCounter(Callback):
     """Adds up what the training batches cost: batch["traffic"], see wind_blocks.py."""
 
     def __init__(self):
-        self.total = torch.zeros(3, dtype=torch.int64)
+        self.total = torch.zeros(4, dtype=torch.int64)
+        self.missing_chunks = 0
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         # Where the batches are: to fetch each step's numbers would wait for the device.
@@ -217,9 +279,15 @@ class RequestCounter(Callback):
     ) -> None:
         self.total += batch["traffic"]
 
+    def on_test_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Add up the missing chunks of training, validation and test, over all ranks."""
+        missing = self.total[2] + trainer.datamodule.reader.traffic()[2]
+        missing = missing.to(module.device)
+        self.missing_chunks = int(trainer.strategy.reduce(missing, reduce_op="sum"))
+
     def per_sample(self) -> dict[str, float]:
         """Requests and bytes for each sample of this rank; nothing if it had none."""
-        requests, size, samples = self.total.tolist()
+        requests, size, _, samples = self.total.tolist()
         if not samples:
             return {}
         return {

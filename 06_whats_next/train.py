@@ -47,7 +47,7 @@ from wind_blocks import WindBlocks
 
 def make_data(options: Options, location: Location, start: Start) -> WindDataModule:
     """Patches to train on, to validate on and to test on; none is read yet."""
-    reader = FieldReader(location, options.variables)
+    reader = FieldReader(location, options.variables, options.level)
     fields = reader.open()
     spans = {
         "--train-times": options.train_times,
@@ -55,7 +55,8 @@ def make_data(options: Options, location: Location, start: Start) -> WindDataMod
         "--test-times": options.test_times,
     }
     training, validation, test = split_times(fields.time, spans)
-    climatology = load_climatology(reader, training, options.train_times)
+    span = options.train_times
+    climatology = load_climatology(reader, training, span, options.missing)
     grid = Grid(fields.latitude.values, fields.longitude.values)
     size = options.patch_size
     batch_size = options.batch_size
@@ -68,7 +69,8 @@ def make_data(options: Options, location: Location, start: Start) -> WindDataMod
 
     blocks = WindBlocks(
         make_dataset(training, batch_size, options.seed),
-        FieldReader(location, options.variables),  # its own: only its reads are counted
+        # Its own, because only its reads are counted as the training's.
+        FieldReader(location, options.variables, options.level),
         per_block,
     )
     slots = options.shuffle_slots
@@ -81,6 +83,7 @@ def make_data(options: Options, location: Location, start: Start) -> WindDataMod
         blocks,
         make_dataset(validation, EVAL_SAMPLES, EVAL_SEED),
         make_dataset(test, EVAL_SAMPLES, EVAL_SEED),
+        reader,
         start.step,
         options.num_workers,
         options.start_method,
@@ -189,6 +192,7 @@ def run_from(
     metrics["peak_memory_gb"] = evaluation.peak_memory_gb()
     if options.count_requests:
         metrics |= counter.per_sample()
+    metrics["missing_chunks"] = counter.missing_chunks
     metrics["skipped_batches"] = [list(window) for window in start.skipped]
     units = model.hparams.units
     rmse = evaluation.baselines(data.test, units)

@@ -28,7 +28,7 @@ class WindBlocks:
         chunks = positions // times_per_chunk(reader.open())
         starts = np.flatnonzero(np.diff(chunks, prepend=-1))
         self.blocks = np.split(np.arange(len(positions)), starts[1:])  # times of each
-        self.counted = np.zeros(2, "int64")
+        self.counted = np.zeros(3, "int64")
         longest = max(map(len, self.blocks))
         if longest > patches_per_block:
             note = f"note: a chunk has {longest} times, of which an epoch uses"
@@ -58,7 +58,7 @@ class WindBlocks:
     def make_batch(self, samples: list[Sample]) -> dict[str, np.ndarray]:
         """See PatchDataset.make_batch; and what was read since the last batch:
 
-        traffic (3,): requests, bytes, and the samples of this batch.
+        traffic (4,): requests, bytes, missing chunks, and the samples of this batch.
         """
         batch = self.dataset.make_batch(samples)
         now = np.array(self.reader.traffic())

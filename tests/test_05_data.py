@@ -295,13 +295,13 @@ def test_a_climatology_is_sampled_once_for_each_store(
     """A second run takes the file. A store made anew in the same place, of another grid or values, has another."""
     path = shutil.copytree(folder / "bare", tmp_path / "store")
     first = climatology_of(path)
-    compute = climatology.compute_sample
-    monkeypatch.setattr(climatology, "compute_sample", lambda *_: pytest.fail("sampled again"))
+    compute = climatology.average_sample
+    monkeypatch.setattr(climatology, "average_sample", lambda *_: pytest.fail("sampled again"))
     assert_same_climatology(climatology_of(path), first)
 
     shutil.rmtree(path)
     write(path, winds.isel(latitude=slice(2, None)))
-    monkeypatch.setattr(climatology, "compute_sample", compute)
+    monkeypatch.setattr(climatology, "average_sample", compute)
     assert climatology_of(path).mean.shape == (12, 2, ROWS - 2, COLUMNS)
     assert len(list(kept.glob("*.npz"))) == 2
 
@@ -326,7 +326,7 @@ def test_statistics_fit_the_order_of_the_variables(folder: Path) -> None:
 
 def test_of_two_ranks_that_need_a_climatology_one_samples_it(folder: Path, kept: Path, monkeypatch) -> None:
     """The other begins meanwhile, and waits for the file."""
-    started, results, compute = [], [], climatology.compute_sample
+    started, results, compute = [], [], climatology.average_sample
 
     def sample(*args):
         if not started:
@@ -338,7 +338,7 @@ def test_of_two_ranks_that_need_a_climatology_one_samples_it(folder: Path, kept:
             started.append("again")
         return compute(*args)
 
-    monkeypatch.setattr(climatology, "compute_sample", sample)
+    monkeypatch.setattr(climatology, "average_sample", sample)
     first = climatology_of(folder / "bare")
     started[0].join(timeout=60)
     assert len(started) == 1
@@ -880,7 +880,7 @@ def test_a_missing_chunk_that_would_be_a_number_is_named(
     date = str(winds.time.values[9])[:16]
     with pytest.raises(
         errors.DataError,
-        match=rf"v of 3 times from {date} on: v/(c/1/0/1|1\.0\.1): this chunk is missing; copy",
+        match=rf"v of 3 times from {date} on: v/(c/1/0/1|1\.0\.1): this chunk is missing; .*copy it again",
     ):
         reader.read("v", {"time": slice(9, 12), "latitude": slice(2, 4)})
     west = {"time": 9, "latitude": slice(2, 4), "longitude": slice(0, 20)}
@@ -1116,7 +1116,7 @@ def test_a_pickled_reader_opens_the_store_anew(folder: Path, connected: list) ->
     sent = pickle.loads(pickle.dumps(reader))
     assert (sent.fields, sent.store) == (None, None)
     assert sent.location == reader.location
-    assert sent.traffic() == (0, 0)
+    assert sent.traffic() == (0, 0, 0)
     np.testing.assert_array_equal(sent.read("v", {"time": 3}), values)
     assert len(connected) == 2
     assert sent.store is not reader.store
@@ -1135,25 +1135,25 @@ def test_what_the_training_reads_is_counted_and_nothing_else(folder: Path) -> No
     """Neither opening the store, nor the climatology, nor what validation reads meanwhile."""
     made = make_data(folder / "whole")
     blocks = made.blocks
-    assert blocks.reader.traffic() == (0, 0)
+    assert blocks.reader.traffic() == (0, 0, 0)
     assert len(made.validation.__getitems__([(0, k) for k in range(3)])) == 3
-    assert blocks.reader.traffic() == (0, 0)
+    assert blocks.reader.traffic() == (0, 0, 0)
 
     samples = blocks.read_block(2, np.random.default_rng(0))
     objects = [folder / f"whole/{name}/c/2/0/{column}" for name in ("u", "v") for column in (0, 1)]
     size = sum(path.stat().st_size for path in objects)
-    assert blocks.make_batch(samples)["traffic"].tolist() == [OBJECTS, size, len(samples)]
-    assert blocks.make_batch(samples[:3])["traffic"].tolist() == [0, 0, 3]
+    assert blocks.make_batch(samples)["traffic"].tolist() == [OBJECTS, size, 0, len(samples)]
+    assert blocks.make_batch(samples[:3])["traffic"].tolist() == [0, 0, 0, 3]
     blocks.read_block(2, np.random.default_rng(0))
-    assert blocks.make_batch(samples)["traffic"].tolist() == [OBJECTS, size, len(samples)]
-    assert blocks.reader.traffic() == (2 * OBJECTS, 2 * size)
+    assert blocks.make_batch(samples)["traffic"].tolist() == [OBJECTS, size, 0, len(samples)]
+    assert blocks.reader.traffic() == (2 * OBJECTS, 2 * size, 0)
 
 
 def test_a_request_that_finds_nothing_is_counted(winds: xr.Dataset, tmp_path: Path) -> None:
     reader = reader_of(write_with("NaN", winds, tmp_path / "store"), "v")
     reader.read("v", {"time": 8})
     size = (tmp_path / "store/v/c/1/0/0").stat().st_size
-    assert reader.traffic() == (2, size)
+    assert reader.traffic() == (2, size, 1)
 
 
 def test_the_cost_of_a_sample_is_that_of_all_training_batches() -> None:
@@ -1161,7 +1161,7 @@ def test_the_cost_of_a_sample_is_that_of_all_training_batches() -> None:
     trainer, module = SimpleNamespace(), SimpleNamespace(device=torch.device("cpu"))
     counter.on_train_start(trainer, module)
     assert counter.per_sample() == {}
-    for traffic in ([12, 5000, 4], [0, 0, 4], [3, 1000, 2]):
+    for traffic in ([12, 5000, 0, 4], [0, 0, 0, 4], [3, 1000, 1, 2]):
         counter.on_train_batch_end(trainer, module, None, {"traffic": torch.tensor(traffic)}, 0)
     assert counter.per_sample() == {"requests_per_sample": 1.5, "bytes_per_sample": 600}
     counter.on_train_start(trainer, module)
@@ -1230,7 +1230,9 @@ def make_dataset(winds: xr.Dataset, statistics: xr.Dataset) -> Callable:
         changed = changed[["u", "v"]].isel(longitude=part)
         arrays = changed.to_dataarray().transpose("time", "variable", ...).values
         mean = statistics.isel(longitude=part).to_dataarray().transpose("month", "variable", ...).values
-        found = climatology.Climatology(mean, np.float32([statistics[name].attrs["std"] for name in "uv"]))
+        found = climatology.Climatology(
+            mean, np.float32([statistics[name].attrs["std"] for name in "uv"]), ["u", "v"]
+        )
         (period,) = fields.split_times(changed.time, {"--train-times": TRAINING})
         grid = data.Grid(changed.latitude.values, changed.longitude.values)
 
@@ -1326,7 +1328,7 @@ def test_the_poles_have_no_negative_weight(winds: xr.Dataset, make_dataset) -> N
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_is_named_by_its_date(
+def test_a_value_that_is_not_finite_is_named_by_variable_and_date(
     value: float, winds: xr.Dataset, make_dataset
 ) -> None:
     """Among samples that are whole; where the cell is masked, it is in order."""
@@ -1336,7 +1338,8 @@ def test_a_value_that_is_not_finite_is_named_by_its_date(
     dataset = make_dataset(hole)
     n = len(dataset.period.dates)
     times = {dataset.patch(*divmod(i, 4)).time: divmod(i, 4) for i in range(n)}
-    with pytest.raises(errors.DataError, match=f"on {str(winds.time.values[40])[:16]}: a value or a chunk"):
+    cause = "NaN: a value or a chunk is missing; give --missing mask" if np.isnan(value) else "infinity"
+    with pytest.raises(errors.DataError, match=f"v on {str(winds.time.values[40])[:16]}: {cause}"):
         dataset.__getitems__([times[39], times[41], times[40], times[42]])
     assert len(dataset.__getitems__([times[39], times[41], times[42]])) == 3
 

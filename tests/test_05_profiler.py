@@ -284,6 +284,7 @@ except ValueError as error:
 """
 
 
+@thorough
 def test_a_training_of_ones_own_is_profiled_and_too_few_steps_are_an_error(tmp_path: Path) -> None:
     """In a process of its own, as a reader's: torch's tracer keeps state from run to run."""
     script = tmp_path / "own.py"

@@ -230,7 +230,7 @@ class Terminal(io.StringIO):
 
 def test_the_computation_of_a_climatology_shows_a_progress_bar(folder: Path, monkeypatch) -> None:
     """In a terminal. It may read for minutes."""
-    from climatology import compute_sample
+    from climatology import average_sample
     from fields import split_times
     from store import FieldReader, Location
 
@@ -239,7 +239,7 @@ def test_the_computation_of_a_climatology_shows_a_progress_bar(folder: Path, mon
     (training,) = split_times(reader.open().time, {"--train-times": options.train_times})
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        compute_sample(reader, training)
+        average_sample(reader, training)
         assert ("months sampled: 100%" in stream.getvalue()) is shown
 
 
@@ -387,6 +387,9 @@ def test_of_two_ranks_the_one_that_finds_no_fault_says_that_the_other_did(
 # ------------------------------------------------------------------------------ checkpoints
 
 ANOTHER = {  # value of each flag that a resumed run must share
+    "--level": "850",
+    "--missing": "mask",
+    "--missing-chunks": "fill",
     "--learning-rate": "0.1",
     "--max-steps": "5",
     "--seed": "1",
@@ -593,7 +596,7 @@ def lose_chunk(store: Path, position: int) -> None:
 
 
 DAMAGE = {  # to a store, and what is said of it
-    "a hole": (put_hole, r"NaN or infinity on {date}\S*: .*; fill it"),
+    "a hole": (put_hole, r"\S+ on {date}\S*: NaN: a value or a chunk is missing; give --missing mask"),
     "a missing chunk": (lose_chunk, rf"{U} of {{date}}\S*: {U}/c/{{position}}/1/2: this chunk is missing"),
 }
 
