@@ -82,11 +82,10 @@ def make_data(options: Options, location: Location, first_step: int) -> WindData
 
 def make_model(options: Options, data: WindDataModule) -> FillGaps:
     """The network for these data, with its loss and its learning rate."""
-    units = group_by_unit(data.blocks.reader.open(), options.variables)
+    units = group_by_unit(data.reader.open(), options.variables)
     std = data.test.std.flatten().tolist()
-    steps = options.max_steps
     rate = options.learning_rate
-    model = FillGaps(std, units, rate, steps, options.seed, options.padding)
+    model = FillGaps(std, units, rate, options.max_steps, options.seed, options.padding)
     if options.compile:
         model.model.compile()  # not the LightningModule: self.log would break the graph
     return model
@@ -156,8 +155,7 @@ def train(options: Options, location: Location) -> dict:
     if not trainer.is_global_zero:
         return {}
 
-    metrics: dict = {"steps": options.max_steps}
-    metrics["missing_chunks"] = counter.missing_chunks
+    metrics = {"steps": options.max_steps, "missing_chunks": counter.missing_chunks}
     metrics |= clock.throughput(options.batch_size)
     metrics["peak_memory_gb"] = evaluation.peak_memory_gb()
     if options.count_requests:
