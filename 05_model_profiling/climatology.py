@@ -15,7 +15,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from errors import DataError, first_line
-from fields import DIMENSIONS, Period, sort_coordinates, times_per_chunk
+from fields import DIMENSIONS, Period, sort_coordinates, split_by_chunk, times_per_chunk
 from store import FieldReader
 
 KEPT = Path(__file__).parent / "outputs/climatology"
@@ -148,14 +148,18 @@ def identify(reader: FieldReader, training: Period) -> str:
     parts += [fields[dim].values.astype(str).tobytes() for dim in DIMENSIONS]
     first = {"time": training.positions[0]}
     parts += [reader.read(variable, first).tobytes() for variable in reader.variables]
-    parts += [reader.level, TIMES_A_MONTH]
+    # The chunks, too: a pass that was stopped has counted those that are in its sums.
+    parts += [reader.level, times_per_chunk(fields), TIMES_A_MONTH]
     return sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def average_sample(
     reader: FieldReader, training: Period
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and std, as a Climatology has them, from TIMES_A_MONTH times of each month, the same times in every run."""
+    """Mean and std, as a Climatology has them, from TIMES_A_MONTH times of each month.
+
+    The times are the same in every run.
+    """
     rng = np.random.default_rng(SAMPLE_STREAM)
     means, squares, counts = [], [], []
     for month in tqdm(range(12), "months sampled", disable=None):
@@ -223,10 +227,7 @@ def average_present(
     # Its own reader, because the run's counts what the run misses.
     reader = FieldReader(reader.location, reader.variables, reader.level)
     fields = reader.open()
-    per_chunk = times_per_chunk(fields)
-    chunks = training.positions // per_chunk
-    starts = np.flatnonzero(np.diff(chunks)) + 1
-    blocks = np.split(np.arange(len(chunks)), starts)
+    blocks = split_by_chunk(fields, training.positions)
     sums = Sums(len(reader.variables), fields.latitude.size, fields.longitude.size)
     saved = path.with_suffix(".sums.npz")
     if saved.exists():
@@ -246,7 +247,7 @@ def average_present(
         desc="climatology",
         disable=None,
     )
-    ahead = max(1, TIMES_AHEAD // per_chunk)
+    ahead = max(1, TIMES_AHEAD // times_per_chunk(fields))
     for block, values in zip(rest, read_ahead(read, rest, ahead)):
         sums.add(values, training.months[block])
         bar.update()
@@ -255,7 +256,9 @@ def average_present(
     bar.close()
     missing = reader.traffic()[2]
     if missing:
-        print(f"{missing} chunks of the training times are missing")
+        print(f"missing chunks in the training times: {missing}")
+    absent = 1 - sums.count.sum() / (len(training.dates) * sums.count[0].size)
+    print(f"absent in the training times: {absent:.1%} of the values")
     saved.unlink(missing_ok=True)
     return sums.average()
 

@@ -100,7 +100,7 @@ def plot_example(
 ) -> Figure:
     """Map a sample and the network's fill: the wind's speed, or else the first variable.
 
-    Cells that are absent are left blank.
+    Cells that are absent are left blank, in a darker grey than those that are not shown.
     """
     k, sample = first_with_target(dataset)
     patch = dataset.patch(0, k)
@@ -121,6 +121,7 @@ def plot_example(
         "filled by the network": show(truth + error),
         "error of the fill": np.where(unseen, miss, np.nan),
     }
+    blank = np.where(present, np.nan, 0.4)
     size = dataset.space.size
     y = dataset.grid.latitude[patch.row : patch.row + size]
     west = dataset.grid.longitude[patch.column]
@@ -136,12 +137,16 @@ def plot_example(
             colours = {"cmap": "magma_r", "vmin": 0, "vmax": (high - low) / 3}
             beyond = "max"
         mesh = axes.pcolormesh(x, y, field, **colours)
+        axes.pcolormesh(x, y, blank, cmap="gray", vmin=0, vmax=1)
         axes.set(title=title, xlabel="longitude", ylabel="latitude", facecolor="0.8")
         axes.xaxis.set_major_formatter(format_longitude)
         axes.yaxis.set_major_formatter(format_latitude)
         figure.colorbar(mesh, ax=axes, extend=beyond, label=next(iter(units)))
     date = str(dataset.period.dates[patch.time])[:10]
-    figure.suptitle(f"{date}, kept from training")
+    title = f"{date}, kept from training"
+    if not present.all():
+        title += "; dark grey: no value"
+    figure.suptitle(title)
     return figure
 
 
@@ -256,8 +261,7 @@ def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:
         size = f"{metrics['bytes_per_sample'] / 1e6:.2f} MB"
         print(f"{metrics['requests_per_sample']:.1f} requests and {size} for a sample")
     if metrics.get("missing_chunks"):
-        missing = metrics["missing_chunks"]
-        print(f"{missing} missing chunks were asked for, counted by each process")
+        print(f"missing chunks that were asked for: {metrics['missing_chunks']}")
     memory = f"peak memory {metrics['peak_memory_gb']:.1f} GB"
     print(f"{metrics['steps']} steps in {metrics['seconds']:.0f} s, {memory}")
     print(f"picture: {picture}")

@@ -48,9 +48,10 @@ def select_variables(
     for dim in ("latitude", "longitude"):
         if dataset[dim].dtype.kind not in "iuf":
             raise DataError(f"{dim} holds {dataset[dim].dtype}; it must be in degrees")
-    if not all(dataset.indexes[dim].is_unique for dim in DIMENSIONS):
-        cause = "it was written twice, or a chunk of it is missing"
-        raise DataError(f"a coordinate has a value twice: {cause}; write it anew")
+    for dim in DIMENSIONS:
+        if not dataset.indexes[dim].is_unique:
+            cause = "it was written twice, or a chunk of it is missing"
+            raise DataError(f"{dim} has a value twice: {cause}; write it anew")
     return sort_coordinates(dataset)
 
 
@@ -61,9 +62,9 @@ def select_level(dataset: xr.Dataset, level: str) -> xr.Dataset:
     """
     further = sorted(set(map(str, dataset.dims)) - set(DIMENSIONS))
     if len(further) != 1:
-        listed = " and ".join(further) or "no further dimension"
+        listed = " and ".join(further) or "no further dimension of several values"
         reason = f"--level {level}: the variables have {listed}"
-        raise DataError(f"{reason}; it chooses a value of one dimension")
+        raise DataError(f"{reason}; leave it out, or give variables that have one")
     (dim,) = further
     for number, value in enumerate(dataset[dim].values):
         if is_same(value, level):
@@ -152,6 +153,13 @@ def times_per_chunk(fields: xr.Dataset) -> int:
         chunks = fields[name].encoding.get("preferred_chunks", {})
         sizes.append(chunks.get("time", 1))
     return max(sizes)
+
+
+def split_by_chunk(fields: xr.Dataset, positions: np.ndarray) -> list[np.ndarray]:
+    """The positions along time of each chunk, as numbers from 0 to len(positions) - 1."""
+    chunks = positions // times_per_chunk(fields)
+    starts = np.flatnonzero(np.diff(chunks)) + 1
+    return np.split(np.arange(len(positions)), starts)
 
 
 def group_by_unit(fields: xr.Dataset, names: list[str]) -> dict[str, list[int]]:

@@ -176,20 +176,23 @@ def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
 def explain_missing(encoding: dict, missing_chunks: str) -> str | None:
     """What to do if a chunk of such an array is missing; None if that is no error.
 
-    Zarr and xarray write no chunk that holds nothing but the fill value.
+    Zarr and xarray write no chunk that holds nothing but Zarr's fill value.
     """
-    copy = "copy it again, or choose other times"
     masked = encoding.get("_FillValue", encoding.get("missing_value"))
     fill = encoding.get("fill_value", masked)
-    if fill is None:
-        return copy
-    if masked is None:
-        if np.isnan(fill) or missing_chunks == "fill":
-            return None
-        sparse = f"if chunks of nothing but the fill value {fill} were left out"
-        return f"{sparse}, give --missing-chunks fill, else {copy}"
-    # A missing chunk would not read as missing values: those were written.
-    return None if np.array_equal(fill, masked, equal_nan=True) else copy
+    copy = "copy it again, or choose other times"
+    if fill is None:  # as Zarr v2 may have it: read as 0, and left out if it is 0
+        fill = 0
+    if masked is None and np.isnan(fill):
+        return None
+    if masked is not None and np.array_equal(fill, masked, equal_nan=True):
+        return None
+    if np.isnan(fill):
+        return copy  # missing values are written as another number, so it was written
+    if missing_chunks == "fill":
+        return None
+    sparse = f"if chunks of nothing but the fill value {fill} were left out"
+    return f"{sparse}, give --missing-chunks fill, else {copy}"
 
 
 class FieldReader:

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 
 from data import PatchDataset, Sample
-from fields import times_per_chunk
+from fields import split_by_chunk
 from sampling import draw_patches
 from store import FieldReader
 
@@ -24,10 +24,7 @@ class WindBlocks:
         self.dataset = dataset
         self.reader = reader
         self.patches_per_block = patches_per_block
-        positions = dataset.period.positions
-        chunks = positions // times_per_chunk(reader.open())
-        starts = np.flatnonzero(np.diff(chunks, prepend=-1))
-        self.blocks = np.split(np.arange(len(positions)), starts[1:])  # times of each
+        self.blocks = split_by_chunk(reader.open(), dataset.period.positions)
         self.counted = np.zeros(3, "int64")
         longest = max(map(len, self.blocks))
         if longest > patches_per_block:

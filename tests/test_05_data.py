@@ -638,11 +638,11 @@ REFUSED = {  # what becomes of the dataset, and what is said
     ),
     "a time twice": (
         twice,
-        "a coordinate has a value twice: it was written twice, or a chunk .* missing; write it anew",
+        "time has a value twice: it was written twice, or a chunk .* missing; write it anew",
     ),
     "a chunk of longitude lost": (
         chunk_of_longitude_lost,
-        "a coordinate has a value twice: .* chunk of it is missing",
+        "longitude has a value twice: .* chunk of it is missing",
     ),
     "no such variable": (lambda winds: winds.drop_vars("v"), rf"--variables v: {ON_GRID} u \(time, lat"),
     "no variable": (lambda winds: winds.drop_vars(["u", "v"]), f"--variables u: {ON_GRID} no variable"),

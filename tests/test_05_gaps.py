@@ -448,6 +448,17 @@ def test_a_pass_that_was_stopped_goes_on_where_it_was(ships: xr.Dataset, tmp_pat
     assert len(starts) == count
 
 
+def test_a_store_with_other_chunks_has_a_climatology_of_its_own(ships: xr.Dataset, tmp_path: Path) -> None:
+    """A pass that was stopped has counted chunks; it must not go on in others."""
+    path = write(tmp_path / "ships", ships, (6, 18, 36))
+    (training,) = fields.split_times(ships.time, {"--train-times": TRAINING})
+    before = climatology.identify(store.FieldReader(store.Location(str(path)), ["u", "v"]), training)
+    shutil.rmtree(path)
+    write(path, ships, (8, 18, 36))
+    after = climatology.identify(store.FieldReader(store.Location(str(path)), ["u", "v"]), training)
+    assert before != after
+
+
 def test_blocks_are_read_at_the_same_time_and_each_once(
     ships: xr.Dataset, tmp_path: Path, monkeypatch
 ) -> None:
@@ -487,14 +498,17 @@ def test_a_sparse_store_trains_with_the_flag_and_is_refused_without(
     assert metrics["missing_chunks"] > 0
 
 
-def test_a_chunk_that_would_be_a_number_instead_of_a_missing_value_is_damage(
+def test_packed_zeros_are_not_written_and_are_read_with_the_flag(
     winds: xr.Dataset, refused: Callable, tmp_path: Path
 ) -> None:
-    """Whatever the flag says: missing values were written, so a chunk of them was, too."""
-    path = write(tmp_path / "store", winds, _FillValue=-9999.0, fill_value=0.0)
-    shutil.rmtree(path / "v/c/30")
-    said = refused(path, "--missing-chunks", "fill", "--missing", "mask")
-    assert "v/c/30/0/0: this chunk is missing; copy it again" in said
+    """xarray's own encoding of int16: its chunks of 0 are left out, whatever stands for a missing value."""
+    dry = winds.copy(deep=True)
+    dry.v[::5] = 0
+    packed = write(tmp_path / "packed", dry, dtype="int16", scale_factor=0.001, _FillValue=-32768)
+    assert not (packed / "v/c/5").exists()
+    assert "give --missing-chunks fill" in refused(packed)
+    data = make_data(packed, "--missing-chunks", "fill")
+    np.testing.assert_array_equal(data.reader.read("v", {"time": 5}), 0)
 
 
 def test_a_chunk_that_goes_missing_is_counted_and_printed(
@@ -511,9 +525,9 @@ def test_a_chunk_that_goes_missing_is_counted_and_printed(
     more = ("--missing", "mask", "--max-steps", 18, "--validate-every", 18, "--patches-per-block", 1)
     metrics = run(path, tmp_path / "run", *more)
     printed = capfd.readouterr().out
-    assert "3 chunks of the training times are missing" in printed
+    assert "missing chunks in the training times: 3" in printed
     assert metrics["missing_chunks"] == len(lost)
-    assert "5 missing chunks were asked for" in printed
+    assert "missing chunks that were asked for: 5" in printed
     assert "a value or a chunk is missing" in refused(path)
 
 
@@ -525,10 +539,12 @@ def test_a_chunk_that_goes_missing_is_counted_and_printed(
         ({"fill_value": np.nan}, "refuse", None),
         ({"missing_value": -99, "fill_value": -99}, "refuse", None),
         ({"_FillValue": -99, "fill_value": np.nan}, "fill", "copy"),
-        ({"_FillValue": np.nan, "fill_value": 0.0}, "fill", "copy"),
+        ({"_FillValue": np.nan, "fill_value": 0.0}, "refuse", "if chunks"),
+        ({"_FillValue": -32768, "fill_value": 0}, "fill", None),
         ({"fill_value": 0}, "refuse", "if chunks"),
         ({"fill_value": 0}, "fill", None),
-        ({}, "fill", "copy"),
+        ({}, "refuse", "if chunks"),
+        ({}, "fill", None),
     ],
 )
 def test_what_a_missing_chunk_means(encoding: dict, missing_chunks: str, rule: str | None) -> None:
@@ -593,7 +609,7 @@ CASES = {  # what becomes of the dataset, flags, and what is said, or that it tr
     "no such level": (levels([500, 850]), ["--level", 700], "level has no such value; give one of 500, 850"),
     "no level": (lambda winds: winds, ["--level", 700], "the variables have no further dimension"),
     "unsorted times": (shuffled, [], SAME),
-    "repeated times": (repeated, [], "a coordinate has a value twice"),
+    "repeated times": (repeated, [], "time has a value twice"),
 }
 
 
