@@ -55,6 +55,8 @@ def load_climatology(
     values they are of. DataError if they are of another grid, or if a variable has no
     values or no anomalies.
     """
+    # A reader of its own, because the run's counts the missing chunks of the run.
+    reader = FieldReader(reader.location, reader.variables, reader.level)
     level = [reader.level] if reader.level else []
     name = "_".join([*sorted(reader.variables), *level, *span])
     if len(name) >= 200 or "/" in name:  # a file's name may have 255 letters
@@ -149,7 +151,7 @@ def identify(reader: FieldReader, training: Period) -> str:
     first = {"time": training.positions[0]}
     parts += [reader.read(variable, first).tobytes() for variable in reader.variables]
     # The chunks, too: a pass that was stopped has counted those that are in its sums.
-    parts += [reader.level, times_per_chunk(fields), TIMES_A_MONTH]
+    parts += [reader.level, times_per_chunk(fields), TIMES_A_MONTH, LEAST_VALUES]
     return sha256(repr(parts).encode()).hexdigest()[:12]
 
 
@@ -224,8 +226,6 @@ def average_present(
     A few threads read ahead; the blocks are added in order, so that the sums are the same
     in every pass. They are saved now and then, and a pass that was stopped goes on from there.
     """
-    # Its own reader, because the run's counts what the run misses.
-    reader = FieldReader(reader.location, reader.variables, reader.level)
     fields = reader.open()
     blocks = split_by_chunk(fields, training.positions)
     sums = Sums(len(reader.variables), fields.latitude.size, fields.longitude.size)

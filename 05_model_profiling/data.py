@@ -178,7 +178,8 @@ class PatchDataset(Dataset):
         if np.isfinite(target.sum()):
             return
         bad = ~np.isfinite(target).all(axis=(2, 3))
-        for n, number in np.argwhere(bad):
+        if bad.any():
+            n, number = np.argwhere(bad)[0]
             reason = self.explain(target[n, number], patches[n], number)
             date = str(self.period.dates[patches[n].time])[:16]
             raise DataError(f"{self.variables[number]} on {date}: {reason}")

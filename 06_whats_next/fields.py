@@ -39,7 +39,7 @@ def select_variables(
             choice = "; ".join(listed) or "no variable"
             reason = f"it is not in the store on {', '.join(DIMENSIONS)} alone"
             needed = "each needs coordinates and more than one value"
-            if set(DIMENSIONS) < set(dataset.dims):
+            if set(DIMENSIONS) < set(dataset.dims) and len(dataset.dims) == 4:
                 needed = "choose a value of the further dimension by --level"
             raise DataError(
                 f"--variables {name}: {reason}; there are {choice}; {needed}"
@@ -75,9 +75,11 @@ def select_level(dataset: xr.Dataset, level: str) -> xr.Dataset:
 
 def is_same(value: object, text: str) -> bool:
     """Whether a text names a value: as a number if both are numbers."""
+    if str(value) == text:  # a float32 may differ from what it is printed as
+        return True
     with suppress(TypeError, ValueError):
         return float(value) == float(text)
-    return str(value) == text
+    return False
 
 
 def check_values(variable: xr.DataArray) -> None:

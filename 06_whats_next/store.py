@@ -168,7 +168,7 @@ def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
         raise
     except Exception as error:  # obstore's, boto3's, Zarr's and xarray's share no base
         remedy = "check URL and credentials, or give --anonymous"
-        if "decode" in str(error):
+        if "decode time" in str(error):
             remedy = "mend its attributes, such as the units of time"
         raise DataError(f"{first_line(error)}; {remedy}") from error
 
