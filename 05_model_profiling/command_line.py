@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TypeVar
 
 from torch import distributed
@@ -23,11 +24,13 @@ Task = Callable[[Options, Location], Result]
 def call_with_store(task: Task, summary: str, argv: list[str] | None) -> Result:
     """Call `task` with the options and the store of a command line, or with a small store."""
     options = parse_options(summary, argv)
-    for package in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(package).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="lightning|zarr")
-    warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated")
-    named = Location(
+    checkpoint = f"--resume {options.resume}"
+    return call_at(partial(task, options), make_location(options), checkpoint)
+
+
+def make_location(options: Options) -> Location:
+    """The store that the options name; its URL is empty if they name none."""
+    return Location(
         options.store or "",
         options.endpoint,
         options.anonymous,
@@ -35,17 +38,30 @@ def call_with_store(task: Task, summary: str, argv: list[str] | None) -> Result:
         options.region,
         options.missing_chunks,
     )
+
+
+def call_at(
+    task: Callable[[Location], Result], named: Location, checkpoint: str
+) -> Result:
+    """Call `task` with the store that is named, or with a small store if none is.
+
+    An error becomes a last line and exit code 2. `checkpoint` is how the user named one.
+    """
+    for package in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(package).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning|zarr")
+    warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated")
     try:
-        with nullcontext(named) if options.store else serve_demo_store() as location:
-            return task(options, location)
+        with nullcontext(named) if named.url else serve_demo_store() as location:
+            return task(location)
     except DataError as error:
         print(file=sys.stderr)  # below the progress bar
         reason = str(error).split("DataError: ")[-1].strip()  # a worker's has its stack
         if not reason.startswith("--"):
-            reason = f"--store {options.store or '(the demo store)'}: {reason}"
+            reason = f"--store {named.url or '(the demo store)'}: {reason}"
         refuse(reason)
     except CheckpointError as error:
-        refuse(f"--resume {options.resume}: {error}")
+        refuse(f"{checkpoint}: {error}")
     except RuntimeError as error:
         of_group = isinstance(error, distributed.DistBackendError)
         if not of_group and "gloo" not in str(error):

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import NoReturn
 from urllib.parse import urlsplit
 
+import jsonargparse
 import torch
 
 # What you change for data of your own, here or by flags.
@@ -78,11 +80,10 @@ class Options:
 def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     """The options of a command line; exits with code 2 and a remedy if one is wrong."""
     args = make_parser(summary).parse_args(argv)
+    del args.config  # its options are among the others now
     args.variables = list(dict.fromkeys(args.variables))  # each once
     check_numbers(vars(args))
-    check_store(args.store, args.checkpoint_dir, args.endpoint)
-    if args.region and not (args.store or "").startswith(("s3://", "s3a://")):
-        refuse(f"--region {args.region}: only for --store s3://...; leave it out")
+    check_store(args.store, args.checkpoint_dir, args.endpoint, args.region)
     set_devices(args)
     set_slots(args)
     if args.start_method not in ("forkserver", "spawn"):
@@ -99,26 +100,45 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     return Options(**vars(args))
 
 
-def make_parser(summary: str) -> argparse.ArgumentParser:
+class Parser(jsonargparse.ArgumentParser):
+    """argparse's, which also takes options from a file; an error is one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        super().error(" ".join(message.split()), ex)
+
+
+def make_parser(summary: str) -> Parser:
     """Each option and its default."""
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
+    parser = Parser(description=summary, formatter_class=show_defaults)
+    file = "options in YAML or JSON, such as options.json of a run; flags after it win"
+    parser.add_argument("--config", action="config", metavar="FILE", help=file)
+    add_store_options(parser.add_argument)
     add_data_options(parser.add_argument)
     add_training_options(parser.add_argument)
+    add_device_options(parser.add_argument)
     add_machine_options(parser.add_argument)
     add_survival_options(parser.add_argument)
     return parser
 
 
-def add_data_options(add: Callable) -> None:
-    """Where the data are, and which of them are used."""
-    times = {"nargs": 2, "metavar": ("FIRST", "LAST")}
+def add_store_options(add: Callable) -> None:
+    """Where the data are, and how they are read."""
     demo = "if not given, a small one is made and served"
     add("--store", help=f"Zarr: a path, s3://, gs://, https://; {demo}")
     add("--endpoint", metavar="URL", help="an S3 server other than AWS's")
     add("--region", help="of the store's bucket on AWS; if not given, AWS_REGION")
     add("--anonymous", action="store_true", help="sign no request: for public buckets")
     add("--retry-timeout", type=int, default=120, help="seconds to retry a failed read")
+    sparse = (
+        "what to do if a chunk is missing that would read as a number; fill: read it so"
+    )
+    add("--missing-chunks", choices=("refuse", "fill"), default="refuse", help=sparse)
+
+
+def add_data_options(add: Callable) -> None:
+    """Which of the data are used."""
+    times = {"nargs": 2, "metavar": ("FIRST", "LAST")}
     switch = argparse.BooleanOptionalAction
     add(
         "--count-requests",
@@ -132,10 +152,6 @@ def add_data_options(add: Callable) -> None:
         "what to do where a value is missing; mask: leave the cell out at that time"
     )
     add("--missing", choices=("refuse", "mask"), default="refuse", help=absent)
-    sparse = (
-        "what to do if a chunk is missing that would read as a number; fill: read it so"
-    )
-    add("--missing-chunks", choices=("refuse", "fill"), default="refuse", help=sparse)
     add(
         "--train-times", **times, default=TRAIN_TIMES, help="dates or years to train on"
     )
@@ -170,13 +186,17 @@ def add_training_options(add: Callable) -> None:
     add("--precision", choices=kinds, default="32-true", help=lower)
 
 
-def add_machine_options(add: Callable) -> None:
-    """Where and how it runs, which changes no weight beyond rounding."""
+def add_device_options(add: Callable) -> None:
+    """Where it runs."""
     kinds = ("auto", "cpu", "gpu")
     add("--accelerator", choices=kinds, default="auto", help="where to compute")
     devices = "processes on each node; if not given, the launcher's, or one a GPU"
     add("--devices", type=int, help=devices)
     add("--num-nodes", type=int, help="if not given, the launcher's, or one")
+
+
+def add_machine_options(add: Callable) -> None:
+    """How it runs, which changes no weight beyond rounding."""
     pieces = "micro-batches in which a rank computes its slice"
     add("--accumulate-grad-batches", type=int, default=1, help=pieces)
     fuse = "compile the network: minutes at the first step, for long runs"
@@ -239,8 +259,12 @@ def check_numbers(values: dict) -> None:
         refuse(f"--seed {values['seed']}: too large; give less than 2**64")
 
 
-def check_store(store: str | None, folder: str | None, endpoint: str | None) -> None:
+def check_store(
+    store: str | None, folder: str | None, endpoint: str | None, region: str | None
+) -> None:
     """Refuse a store that is not there, and URLs that hold credentials."""
+    if region and not (store or "").startswith(("s3://", "s3a://")):
+        refuse(f"--region {region}: only for --store s3://...; leave it out")
     if store and "://" not in store and not Path(store).is_dir():
         refuse(f"--store {store}: no such folder; give a Zarr store, or a URL")
     for text in (store, folder, endpoint):

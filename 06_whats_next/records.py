@@ -43,17 +43,22 @@ def parse_studies(
 
 def save_rows(name: str, command: str, rows: list[dict]) -> None:
     """Write results/NAME.json."""
-    versions = {"python": platform.python_version()}
-    versions |= {package: version(package) for package in PACKAGES}
     results = {
         "command": command,
         "date": str(date.today()),
         "machine": describe_machine(),
-        "versions": versions,
+        "versions": list_versions(),
         "rows": rows,
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(results) + "\n")
+
+
+def list_versions() -> dict[str, str]:
+    """The versions of Python and of the packages that decide what is computed."""
+    versions = {"python": platform.python_version()}
+    versions |= {package: version(package) for package in PACKAGES}
+    return versions
 
 
 def describe_machine() -> dict:

@@ -52,6 +52,7 @@ class Start:
     name: str | None = None
     checkpoint: dict | None = None
     skipped: tuple[Window, ...] = ()  # batches that the run has left out so far
+    record: dict | None = None  # see run_record.py
 
 
 def find_start(folder: Checkpoints, resume: str | None, options: dict) -> Start:
@@ -125,12 +126,13 @@ def make_start(name: str, saved: dict, options: dict) -> Start:
                 flag = f"--{key.replace('_', '-')}"
                 reason = f"has {flag} {before}, not {options[key]}"
                 raise CheckpointError(f"{reason}; give {flag} that, or no --resume")
-    boundary = saved["callbacks"].get("StepBoundary")
-    if boundary is None:
-        remedy = "give one that this chapter wrote"
-        raise CheckpointError(f"has no state of StepBoundary; {remedy}")
-    skipped = tuple(Window(*window) for window in boundary["skipped"])
-    return Start(saved["global_step"], name, saved, skipped)
+    states = saved["callbacks"]
+    for callback in ("StepBoundary", "RunRecord"):
+        if callback not in states:
+            remedy = "give one that this chapter wrote"
+            raise CheckpointError(f"has no state of {callback}; {remedy}")
+    skipped = tuple(Window(*window) for window in states["StepBoundary"]["skipped"])
+    return Start(saved["global_step"], name, saved, skipped, states["RunRecord"])
 
 
 def skip_batches(

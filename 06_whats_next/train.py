@@ -19,8 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, TQDMProgressBar
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
@@ -41,7 +41,9 @@ from options import Options
 from preemption import Preemption
 from recovery import BadLoss, LossHistory, SkippingOrder
 from resume import Start, delete_later, find_start, refuse_later, skip_batches
+from run_record import RunRecord, check_record, make_record, write_record
 from store import FieldReader, Location, RequestCounter
+from tracking import LossBar
 from wind_blocks import WindBlocks
 
 
@@ -101,16 +103,6 @@ def make_model(options: Options, data: WindDataModule) -> FillGaps:
     return model
 
 
-class LossBar(TQDMProgressBar):
-    """Shows the last loss. With prog_bar=True, Lightning would read it in every step."""
-
-    def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict:
-        metrics = super().get_metrics(trainer, module)
-        if "loss" in trainer.callback_metrics:
-            metrics["loss"] = trainer.callback_metrics["loss"].item()
-        return metrics
-
-
 def make_trainer(
     options: Options, callbacks: list[Callback], log: str, writer: BackgroundWriter
 ) -> Trainer:
@@ -160,6 +152,9 @@ def run_from(
     """
     began = perf_counter()
     data = make_data(options, location, start)
+    record = make_record(asdict(options), data.reader, data.blocks.dataset.period)
+    if start.record:
+        check_record(start.record, record)
     model = make_model(options, data)
     writer = BackgroundWriter(checkpoints, options.keep, start.checkpoint)
     boundary = StepBoundary(
@@ -177,9 +172,11 @@ def run_from(
     counter = RequestCounter()
     heartbeat = Heartbeat(Path(options.output_dir), options.process_group_timeout)
     log = f"resumed_at_{start.step}" if start.name else ""
-    trainer = make_trainer(options, [clock, counter, heartbeat, boundary], log, writer)
+    callbacks = [clock, counter, heartbeat, boundary, RunRecord(record)]
+    trainer = make_trainer(options, callbacks, log, writer)
     if trainer.is_global_zero:
         delete_later(checkpoints, start.step)
+        write_record(record, Path(options.output_dir, log))
 
     trainer.fit(model, datamodule=data, ckpt_path=start.name)
     writer.finish()

@@ -1,0 +1,110 @@
+"""Filled maps on this machine: a Zarr store with CF metadata, or a NetCDF file."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import dask.array
+import numpy as np
+import xarray as xr
+
+from errors import DataError
+from maps import MapDataset
+
+DIMS = ("time", "latitude", "longitude")
+# What is written about each cell, as CF has status flags.
+FLAGS = "filled"
+OBSERVED, FILLED, NO_VALUE = 0, 1, 2
+NOT_DONE = 127  # what Zarr reads where no map has been written
+
+
+class MapStore:
+    """The maps that are filled, in a Zarr store on this machine, a chunk for each."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def prepare(self, maps: MapDataset, settings: dict) -> None:
+        """Make the store, or take the one that these settings have begun.
+
+        DataError if there is something else. A store that is there is whole but for maps.
+        """
+        text = json.dumps(settings, sort_keys=True)
+        if self.path.exists():
+            begun = None
+            if (self.path / "zarr.json").exists():
+                begun = xr.open_zarr(self.path).attrs.get("settings")
+            if begun != text:
+                reason = "is there, and was not begun by this command"
+                raise DataError(
+                    f"--output {self.path}: {reason}; delete it, or give another"
+                )
+            for partial in self.path.rglob(
+                "*.partial"
+            ):  # Zarr's, of a run that was killed
+                partial.unlink()
+            return
+        aside = self.path.with_name(self.path.name + ".part")
+        shutil.rmtree(aside, ignore_errors=True)
+        template = self.make_template(maps, text)
+        encoding = {FLAGS: {"fill_value": NOT_DONE}}
+        template.to_zarr(aside, compute=False, encoding=encoding, zarr_format=3)
+        aside.rename(self.path)
+
+    def make_template(self, maps: MapDataset, settings: str) -> xr.Dataset:
+        """The maps' variables and metadata by the CF conventions, without a value."""
+        fields = maps.reader.open()
+        dates = fields.time[maps.period.positions]
+        shape = (len(maps), *maps.tiling.shape)
+        blank = dask.array.zeros(shape, dtype="float32", chunks=(1, *shape[1:]))
+        variables = {}
+        for name in maps.reader.variables:
+            attributes = {"ancillary_variables": FLAGS} | fields[name].attrs
+            variables[name] = (DIMS, blank, attributes)
+        flags = {
+            "standard_name": "status_flag",
+            "flag_values": np.array([OBSERVED, FILLED, NO_VALUE], "int8"),
+            "flag_meanings": "observed filled no_value",
+        }
+        variables[FLAGS] = (DIMS, blank.astype("int8"), flags)
+        coordinates = {
+            "time": ("time", dates.values, {"standard_name": "time", "axis": "T"}),
+            "latitude": ("latitude", fields.latitude.values, axis("north", "Y")),
+            "longitude": ("longitude", fields.longitude.values, axis("east", "X")),
+        }
+        attributes = {
+            "Conventions": "CF-1.11",
+            "title": "Maps whose gaps were filled by a network",
+            "source": "predict.py of Training at Larger Scale, chapter 6",
+            "settings": settings,
+        }
+        return xr.Dataset(variables, coordinates, attributes)
+
+    def missing(self) -> list[int]:
+        """The numbers of the maps that are not there yet."""
+        with xr.open_zarr(self.path, chunks=None) as dataset:
+            corners = dataset[FLAGS][:, 0, 0].values
+        return np.flatnonzero(corners == NOT_DONE).tolist()
+
+    def write(self, number: int, names: list[str], values: np.ndarray, flags) -> None:
+        """Write a map, (variables, H, W), and then its flags, by which it counts as done."""
+        region = {"time": slice(number, number + 1)}
+        maps = {name: (DIMS, values[n][None]) for n, name in enumerate(names)}
+        xr.Dataset(maps).to_zarr(self.path, region=region)
+        xr.Dataset({FLAGS: (DIMS, flags[None])}).to_zarr(self.path, region=region)
+
+
+def axis(direction: str, letter: str) -> dict[str, str]:
+    """The attributes of a coordinate in degrees."""
+    name = "latitude" if letter == "Y" else "longitude"
+    return {"standard_name": name, "units": f"degrees_{direction}", "axis": letter}
+
+
+def write_netcdf(store: Path, target: Path) -> None:
+    """A NetCDF file of a whole Zarr store, which it takes the place of."""
+    aside = target.with_name(target.name + ".part")
+    with xr.open_zarr(store) as dataset:
+        dataset.to_netcdf(aside, engine="h5netcdf")
+    os.replace(aside, target)
+    shutil.rmtree(store)

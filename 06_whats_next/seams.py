@@ -1,0 +1,94 @@
+"""Whether patches leave seams in a map: jumps at their edges, with more and less overlap.
+
+    uv run python seams.py results/final.ckpt --store STORE   # or a checkpoint of your own
+
+You should see that jumps across the edges of patches are larger than those inside without
+overlap, and as large with it.
+"""
+
+import argparse
+from functools import partial
+
+import numpy as np
+
+from command_line import call_at, make_location, run
+from maps import MapDataset, MapFiller, load_model
+from records import save_rows
+from skill import make_draws, parse_study, predict_map
+from store import Location
+from tiles import Tiling
+
+OVERLAPS = (0, 4, 8, 16, 32)
+KINDS = ("largest", "typical")
+WHERE = ("edges", "inside")
+
+
+def edges_of(tiling: Tiling) -> tuple[np.ndarray, np.ndarray]:
+    """The rows and the columns at which a patch begins or has ended."""
+    height, width = tiling.shape
+    corners = np.array(tiling.corners)
+    bounds = np.concatenate([corners, corners + tiling.size])
+    rows = np.isin(np.arange(height), bounds[:, 0])
+    return rows, np.isin(np.arange(width), bounds[:, 1] % width)
+
+
+def find_jumps(field: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray]:
+    """The differences of neighbouring cells, across patches' edges and elsewhere."""
+    rows, columns = edges_of(tiling)
+    down = np.abs(np.diff(field, axis=1))
+    across = np.abs(np.diff(field, axis=2))
+    at_edges = [down[:, rows[1:]], across[:, :, columns[1:]]]
+    inside = [down[:, ~rows[1:]], across[:, :, ~columns[1:]]]
+    return flatten(at_edges), flatten(inside)
+
+
+def flatten(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([part.ravel() for part in parts])
+
+
+def measure_seams(model: MapFiller, draws: list[MapDataset]) -> dict[str, float]:
+    """The jumps of the network's answer in m/s: the largest, and the root mean square."""
+    at_edges, inside = [], []
+    for maps in draws:
+        for number in range(len(maps)):
+            patches = predict_map(model, maps[number])
+            answer = maps.std * maps.tiling.join(patches)
+            jumps = find_jumps(answer, maps.tiling)
+            at_edges.append(jumps[0])
+            inside.append(jumps[1])
+    row = {"patches": len(draws[0].tiling.corners)}
+    for name, parts in {"edges": at_edges, "inside": inside}.items():
+        values = flatten(parts)
+        row[f"{name}_largest"] = float(values.max())
+        row[f"{name}_typical"] = float(np.sqrt((values**2).mean()))
+    return row
+
+
+def study(args: argparse.Namespace, location: Location) -> list[dict]:
+    """A row for each overlap."""
+    rows = []
+    print("overlap  patches  largest jump at edges, inside  typical at edges, inside")
+    _, record = load_model(args.checkpoint)
+    largest = record["options"]["patch_size"] // 2
+    for overlap in OVERLAPS:
+        if overlap > largest:
+            break
+        model, _, draws = make_draws(args, location, overlap)
+        row = {"overlap": overlap, **measure_seams(model, draws)}
+        rows.append(row)
+        values = [f"{row[f'{where}_{kind}']:.2f}" for kind in KINDS for where in WHERE]
+        print(f"{overlap:7}  {row['patches']:7}  {'  '.join(values)}")
+    if args.save_results:
+        save_rows("seams", f"uv run python seams.py {args.command}", rows)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    """Look for seams on the store that is named, or on a small one."""
+    args = parse_study(__doc__.splitlines()[0], argv)
+    name = f"checkpoint {args.checkpoint}"
+    return call_at(partial(study, args), make_location(args), name)
+
+
+if __name__ == "__main__":
+    run(main)
