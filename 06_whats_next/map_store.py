@@ -17,6 +17,11 @@ DIMS = ("time", "latitude", "longitude")
 FLAGS = "filled"
 OBSERVED, FILLED, NO_VALUE = 0, 1, 2
 NOT_DONE = 127  # what Zarr reads where no map has been written
+FLAG_ATTRIBUTES = {
+    "standard_name": "status_flag",
+    "flag_values": np.array([OBSERVED, FILLED, NO_VALUE], "int8"),
+    "flag_meanings": "observed filled no_value",
+}
 
 
 class MapStore:
@@ -32,18 +37,10 @@ class MapStore:
         """
         text = json.dumps(settings, sort_keys=True)
         if self.path.exists():
-            begun = None
-            if (self.path / "zarr.json").exists():
-                begun = xr.open_zarr(self.path).attrs.get("settings")
-            if begun != text:
-                reason = "is there, and was not begun by this command"
-                raise DataError(
-                    f"--output {self.path}: {reason}; delete it, or give another"
-                )
-            for partial in self.path.rglob(
-                "*.partial"
-            ):  # Zarr's, of a run that was killed
-                partial.unlink()
+            self.require(text)
+            # What Zarr was writing when a run was killed.
+            for unfinished in self.path.rglob("*.partial"):
+                unfinished.unlink()
             return
         aside = self.path.with_name(self.path.name + ".part")
         shutil.rmtree(aside, ignore_errors=True)
@@ -51,6 +48,16 @@ class MapStore:
         encoding = {FLAGS: {"fill_value": NOT_DONE}}
         template.to_zarr(aside, compute=False, encoding=encoding, zarr_format=3)
         aside.rename(self.path)
+
+    def require(self, settings: str) -> None:
+        """DataError unless the store was begun with these settings."""
+        begun = None
+        if (self.path / "zarr.json").exists():
+            begun = xr.open_zarr(self.path).attrs.get("settings")
+        if begun != settings:
+            reason = "is there, and was not begun by this command"
+            remedy = "delete it, or give another"
+            raise DataError(f"--output {self.path}: {reason}; {remedy}")
 
     def make_template(self, maps: MapDataset, settings: str) -> xr.Dataset:
         """The maps' variables and metadata by the CF conventions, without a value."""
@@ -62,12 +69,7 @@ class MapStore:
         for name in maps.reader.variables:
             attributes = {"ancillary_variables": FLAGS} | fields[name].attrs
             variables[name] = (DIMS, blank, attributes)
-        flags = {
-            "standard_name": "status_flag",
-            "flag_values": np.array([OBSERVED, FILLED, NO_VALUE], "int8"),
-            "flag_meanings": "observed filled no_value",
-        }
-        variables[FLAGS] = (DIMS, blank.astype("int8"), flags)
+        variables[FLAGS] = (DIMS, blank.astype("int8"), FLAG_ATTRIBUTES)
         coordinates = {
             "time": ("time", dates.values, {"standard_name": "time", "axis": "T"}),
             "latitude": ("latitude", fields.latitude.values, axis("north", "Y")),
@@ -105,6 +107,8 @@ def write_netcdf(store: Path, target: Path) -> None:
     """A NetCDF file of a whole Zarr store, which it takes the place of."""
     aside = target.with_name(target.name + ".part")
     with xr.open_zarr(store) as dataset:
+        # JSON, in which Zarr keeps attributes, knows no int8.
+        dataset[FLAGS].attrs = FLAG_ATTRIBUTES
         dataset.to_netcdf(aside, engine="h5netcdf")
     os.replace(aside, target)
     shutil.rmtree(store)

@@ -6,8 +6,6 @@ You should see its RMSE beside those of four fills without a network.
 """
 
 import argparse
-import csv
-import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -25,7 +23,6 @@ from evaluation import BASELINE, fills
 from maps import MapDataset, MapFiller, load_model, make_maps
 from options import add_store_options, check_store, refuse
 from records import RESULTS, save_rows
-from run_record import Record, RunRecord, command_of
 from store import FieldReader, Location
 
 # Boxes: south, north, west, east. What land lies in them counts, too.
@@ -44,10 +41,10 @@ FILLS = ("climatology", "nearest neighbour", "linear interpolation", BASELINE, N
 OVERLAP = 16  # of patches, as in predict.py
 # The colours that the book has for these fills, and a shape for each.
 STYLES = {
-    "climatology": ("0.6", "s"),
-    "linear interpolation": ("#E69F00", "^"),
-    BASELINE: ("#0072B2", "D"),
-    NETWORK: ("#D55E00", "o"),
+    "climatology": {"color": "0.6", "marker": "s", "linestyle": ""},
+    "linear interpolation": {"color": "#E69F00", "marker": "^", "linestyle": ""},
+    BASELINE: {"color": "#0072B2", "marker": "D", "linestyle": ""},
+    NETWORK: {"color": "#D55E00", "marker": "o", "linestyle": ""},
 }
 SEASON_COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7")
 CROSSING = 16  # columns added on both sides, so that interpolation crosses the seam
@@ -145,29 +142,30 @@ def plot_skill(rows: list[dict]) -> Figure:
     basins = list(dict.fromkeys(row["basin"] for row in rows))
     figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for row in rows:
-        place = basins.index(row["basin"])
-        rmse = row["rmse"]
-        if row["season"] == "year":
-            for name, (colour, mark) in STYLES.items():
-                left.plot(rmse[name], place, mark, color=colour, label=name, ms=9)
-        else:
-            number = list(SEASONS).index(row["season"])
-            colour = SEASON_COLOURS[number]
-            gain = 100 * (rmse[NETWORK] / rmse[BASELINE] - 1)
-            height = place + 0.12 * (number - 1.5)
-            right.plot(gain, height, "o", color=colour, label=row["season"], ms=7)
+    for name, style in STYLES.items():
+        rmse = [row["rmse"][name] for row in rows if row["season"] == "year"]
+        left.plot(rmse, range(len(basins)), label=name, **style)
+    for number, season in enumerate(SEASONS):
+        chosen = [row for row in rows if row["season"] == season]
+        gains = [100 * gain_of(row) for row in chosen]
+        offset = 0.12 * (number - 1.5)
+        places = [basins.index(row["basin"]) + offset for row in chosen]
+        colour = SEASON_COLOURS[number]
+        right.plot(gains, places, "o", color=colour, label=season, markersize=7)
     left.set(yticks=range(len(basins)), yticklabels=basins, xlabel="RMSE, m/s")
     left.invert_yaxis()
     left.set_xlim(left=0)
-    right.set_xlabel(f"{NETWORK} against {BASELINE}, %")
+    right.set_xlabel(f"RMSE of the {NETWORK} against {BASELINE}, %")
     right.axvline(0, color="0.5", linewidth=1)
     for axes in (left, right):
         axes.grid(axis="x", color="0.9")
-        handles, labels = axes.get_legend_handles_labels()
-        once = dict(zip(labels, handles))
-        axes.legend(once.values(), once.keys(), frameon=False, fontsize=9)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.13), ncols=4)
     return figure
+
+
+def gain_of(row: dict) -> float:
+    """The network's RMSE over the baseline's, less 1."""
+    return row["rmse"][NETWORK] / row["rmse"][BASELINE] - 1
 
 
 def print_skill(rows: list[dict]) -> None:
@@ -176,32 +174,8 @@ def print_skill(rows: list[dict]) -> None:
     for row in rows:
         if row["season"] == "year":
             columns = [f"{row['rmse'][name]:{len(name)}.3f}" for name in FILLS]
-            gain = row["rmse"][NETWORK] / row["rmse"][BASELINE] - 1
-            print("  ".join([row["basin"].ljust(22), *columns, f"{gain:+.1%}"]))
-
-
-def describe_run(checkpoint: Path, record: Record) -> dict:
-    """The command of the run, its summary, and its RMSE in validation by step."""
-    folder = checkpoint.parent.parent
-    summary = json.loads((folder / "summary.json").read_text())
-    curve = []
-    with open(folder / "metrics.csv", newline="") as log:
-        for line in csv.DictReader(log):
-            rmse = [
-                float(line[name]) for name in line if name[:4] == "rmse" and line[name]
-            ]
-            if rmse:
-                curve.append({"step": int(line["step"]) + 1, "rmse": rmse[0]})
-    return {"command": command_of(record), **summary, "curve": curve}
-
-
-def keep_final(checkpoint: Path) -> None:
-    """Keep what predict.py needs of a checkpoint: the weights and the record."""
-    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    kept = {part: saved[part] for part in ("hyper_parameters", "state_dict")}
-    name = RunRecord.state_key
-    kept["callbacks"] = {name: saved["callbacks"][name]}
-    torch.save(kept, RESULTS / "final.ckpt")
+            gain = f"{gain_of(row):+.1%}"
+            print("  ".join([row["basin"].ljust(22), *columns, gain]))
 
 
 def parse_study(summary: str, argv: list[str] | None) -> argparse.Namespace:
@@ -224,8 +198,8 @@ def parse_study(summary: str, argv: list[str] | None) -> argparse.Namespace:
 
 def make_draws(
     args: argparse.Namespace, location: Location, overlap: int
-) -> tuple[MapFiller, Record, list[MapDataset]]:
-    """The network, its record, and the maps of its test with several draws of swaths."""
+) -> tuple[MapFiller, list[MapDataset]]:
+    """The network, and the maps of its test with several draws of swaths."""
     model, record = load_model(args.checkpoint)
     options = record["options"]
     reader = FieldReader(location, options["variables"], options["level"])
@@ -233,12 +207,12 @@ def make_draws(
     draws = []
     for seed in range(args.draws):
         draws.append(make_maps(reader, reader, times, model, record, overlap, seed))
-    return model, record, draws
+    return model, draws
 
 
 def study(args: argparse.Namespace, location: Location) -> list[dict]:
     """A row for each basin and season."""
-    model, record, draws = make_draws(args, location, OVERLAP)
+    model, draws = make_draws(args, location, OVERLAP)
     fields = draws[0].reader.open()
     latitude = fields.latitude.values
     errors = measure(model, draws, latitude)
@@ -247,9 +221,6 @@ def study(args: argparse.Namespace, location: Location) -> list[dict]:
     if args.save_results:
         save_rows("skill", f"uv run python skill.py {args.command}", rows)
         plot_skill(rows).savefig(RESULTS / "skill.png", dpi=80)
-        run_row = describe_run(args.checkpoint, record)
-        save_rows("final", run_row["command"], [run_row])
-        keep_final(args.checkpoint)
     return rows
 
 

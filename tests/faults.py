@@ -174,6 +174,22 @@ def _limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
+def _kill_between_map_and_flags(number: int) -> None:
+    """Kill this process when map `number`, counted from 0, is written and does not count as done yet."""
+    import xarray as xr
+
+    write, calls = xr.Dataset.to_zarr, []
+
+    def write_or_kill(self, *given, **named):
+        if list(self.data_vars) == ["filled"]:
+            if len(calls) == number:
+                _kill_self()
+            calls.append(1)
+        return write(self, *given, **named)
+
+    xr.Dataset.to_zarr = write_or_kill
+
+
 def _use_double_precision(wanted: bool) -> None:
     """Let networks compute, and scripts log, in float64, in which rounding hides nothing."""
     import torch
@@ -188,6 +204,7 @@ FAULTS = {
     "double_precision": _use_double_precision,
     "kill_in_backward": partial(_in_backward, _kill_self),
     "kill_with_checkpoints": _kill_with_checkpoints,
+    "kill_between_map_and_flags": _kill_between_map_and_flags,
     "kill_in_write": partial(_in_write, _kill_self),
     "limit_files": _limit_files,
     "spoil_gradient": _spoil_gradient,

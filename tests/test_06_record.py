@@ -1,0 +1,230 @@
+"""Chapter 6: what a run keeps of itself, and that this is enough to repeat it."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import book
+import programs
+import pytest
+import torch
+import xarray as xr
+from runs import assert_same_bits, last_checkpoint, load, weights
+
+SCRIPT = "06_whats_next/train.py"
+STORE = "--days 36 --resolution 5 --patch-size 16".split()
+FLAGS = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 3 --shuffle-slots 8 --seed 3".split()
+NAMES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
+FLAGS += "--learning-rate 0.004 --no-count-requests --validate-every 2".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rooms() -> Iterator[None]:
+    """The chapter's files can be imported in each test."""
+    with book.rooms("06_whats_next"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of the winds at 5 degrees."""
+    script = load("03_cloud_data/make_store.py", "make_store_for_records")
+    script.HERE = tmp_path_factory.mktemp("chapter")  # files that stay apart from a reader's
+    path = tmp_path_factory.mktemp("stores") / "winds.zarr"
+    script.main([*STORE, "--store", str(path)])
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps."""
+    run = tmp_path_factory.mktemp("run")
+    programs.require_success(SCRIPT, *FLAGS, "--store", store, "--output-dir", run)
+    return run
+
+
+@pytest.fixture
+def record(finished: Path) -> dict:
+    """The run's record."""
+    return json.loads((finished / "record.json").read_text())
+
+
+# --------------------------------------------------------------------------------------------- repeated
+
+
+def test_a_run_is_repeated_from_its_record_alone_to_the_bit(finished: Path, tmp_path: Path) -> None:
+    programs.require_success(
+        SCRIPT, "--config", finished / "options.json", "--output-dir", tmp_path / "again"
+    )
+    assert_same_bits(tmp_path / "again", finished)
+    assert (tmp_path / "again/checkpoints").is_dir()
+
+
+def test_a_run_is_repeated_from_its_checkpoint_alone(finished: Path, tmp_path: Path) -> None:
+    """The options that are read from a checkpoint are those of the run."""
+    import run_record
+
+    run_record.main([str(last_checkpoint(finished)), "--save-options", str(tmp_path / "options.json")])
+    assert (tmp_path / "options.json").read_bytes() == (finished / "options.json").read_bytes()
+
+
+def test_the_command_line_of_a_record_gives_its_options(record: dict) -> None:
+    import shlex
+
+    import options
+    import run_record
+
+    command = shlex.split(run_record.command_of(record))
+    assert command[:4] == "uv run python train.py".split()
+    again = vars(options.make_parser("").parse_args(command[4:]))
+    for name, value in run_record.repeatable(record).items():
+        assert again[name] == value, name
+    assert "--patches-per-block" not in command  # a default
+
+
+def test_flags_after_the_file_win_and_what_it_lacks_has_its_default(tmp_path: Path) -> None:
+    import options
+
+    (tmp_path / "mine.yaml").write_text("max_steps: 7\nseed: 5\nlevel: '850'\ntest_times: ['1991', '1991']\n")
+    flags = ["--config", str(tmp_path / "mine.yaml"), "--seed", "6", "--output-dir", str(tmp_path)]
+    given = options.parse_options("", flags)
+    assert (given.max_steps, given.seed, given.level) == (7, 6, "850")
+    assert given.test_times == ["1991", "1991"]
+    assert given.batch_size == options.make_parser("").parse_args([]).batch_size
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_steps: many", "max_steps"),
+        ("max_stepz: 4", "max_stepz"),
+        ("padding: round", "round"),
+        ("[1, 2", "config"),
+        ("max_steps: 0", "--max-steps 0"),
+    ],
+)
+def test_a_bad_file_is_refused_in_a_line(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import options
+
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(SystemExit) as error:
+        options.parse_options("", ["--config", str(tmp_path / "bad.yaml"), "--output-dir", str(tmp_path)])
+    assert error.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+# --------------------------------------------------------------------------------------------- what it holds
+
+
+def test_each_checkpoint_has_the_record_and_the_record_what_decides_a_run(
+    finished: Path, record: dict
+) -> None:
+    saved = torch.load(last_checkpoint(finished), weights_only=True)
+    assert saved["callbacks"]["RunRecord"] == record
+    assert record["seeds"]["training"] == 3
+    assert record["options"]["learning_rate"] == 0.004
+    assert record["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert record["machine"]["threads"] >= 1
+    assert len(record["code"]["files"]) == 64
+
+
+def test_the_same_data_elsewhere_have_the_same_checksum_and_others_do_not(
+    store: Path, record: dict, tmp_path: Path
+) -> None:
+    """Other times after the training's change nothing; another value of the first training map does."""
+    from fields import split_times
+    from run_record import identify_data
+    from store import FieldReader, Location
+
+    names = record["options"]["variables"]
+
+    def identify(path: Path) -> dict:
+        reader = FieldReader(Location(str(path)), names)
+        (training,) = split_times(reader.open().time, {"--train-times": ("1982", "1989")})
+        return identify_data(reader, training)
+
+    assert identify(store) == record["data"]
+    fields = xr.open_zarr(store).load()
+    fields.isel(time=slice(0, -2)).to_zarr(tmp_path / "shorter.zarr")
+    shorter = identify(tmp_path / "shorter.zarr")
+    assert shorter["values"] == record["data"]["values"]
+    assert shorter["metadata"] != record["data"]["metadata"]
+    fields[names[0]][0, 5, 5] += 1
+    fields.to_zarr(tmp_path / "other.zarr")
+    other = identify(tmp_path / "other.zarr")
+    assert other["values"] != record["data"]["values"]
+
+
+def test_a_change_of_the_code_changes_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that Git does not know has no commit."""
+    import run_record
+
+    monkeypatch.setattr(run_record, "HERE", tmp_path)
+    (tmp_path / "model.py").write_text("width = 24")
+    before = run_record.identify_code()
+    assert before["commit"] is None and before["changed"] is None
+    (tmp_path / "model.py").write_text("width = 25")
+    assert run_record.identify_code()["files"] != before["files"]
+
+
+# --------------------------------------------------------------------------------------------- compared
+
+
+def test_other_data_are_refused_and_another_machine_is_noted(
+    record: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from checkpoints import CheckpointError
+    from run_record import check_record
+
+    check_record(record, record)
+    assert capsys.readouterr().out == ""
+    now = json.loads(json.dumps(record))
+    now["machine"]["threads"] += 1
+    now["versions"]["torch"] = "3.0"
+    now["data"]["metadata"] = "0" * 64
+    check_record(record, now)
+    said = capsys.readouterr().out
+    threads = record["machine"]["threads"]
+    assert f"machine: threads {threads} -> {threads + 1}" in said
+    assert f"versions: torch {record['versions']['torch']} -> 3.0" in said
+    assert "data: metadata" in said
+    now["data"]["values"] = "0" * 64
+    with pytest.raises(CheckpointError, match="other values"):
+        check_record(record, now)
+
+
+def test_a_run_does_not_go_on_with_other_data(finished: Path, store: Path, tmp_path: Path) -> None:
+    """The same flags, and a store whose first training map has another value."""
+    other = tmp_path / "other.zarr"
+    shutil.copytree(store, other)
+    fields = xr.open_zarr(store)[NAMES].isel(time=[0]).load()
+    fields[NAMES[0]][0, 5, 5] += 1
+    fields.drop_vars(["latitude", "longitude"]).drop_attrs().to_zarr(other, region="auto")
+    before = weights(finished)
+    done = programs.run(SCRIPT, *FLAGS, "--store", other, "--output-dir", finished, "--resume")
+    assert done.code == 2, done.err
+    assert "other values, times or another grid" in done.err.splitlines()[-1]
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(finished).items())
+
+
+def test_two_records_are_compared_and_what_is_no_record_is_refused(
+    finished: Path, record: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import run_record
+
+    first = str(finished / "record.json")
+    assert run_record.main([first, str(last_checkpoint(finished))]) == []
+    record["options"]["seed"] = 4
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    assert run_record.main([first, str(tmp_path / "record.json")]) == ["options: seed 3 -> 4"]
+    assert run_record.main([first]) == []  # here
+    assert "uv run python train.py --store" in capsys.readouterr().out
+    (tmp_path / "none.json").write_text("{}")
+    for name in ("none.json", "nowhere.ckpt"):
+        with pytest.raises(SystemExit) as error:
+            run_record.main([str(tmp_path / name)])
+        assert error.value.code == 2
+        assert "give record.json, or a checkpoint" in capsys.readouterr().err
