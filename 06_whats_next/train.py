@@ -19,9 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -42,6 +41,7 @@ from preemption import Preemption
 from recovery import BadLoss, LossHistory, SkippingOrder
 from resume import Start, delete_later, find_start, refuse_later, skip_batches
 from store import FieldReader, Location, RequestCounter
+from tracking import LossBar, StepTimes, make_loggers
 from wind_blocks import WindBlocks
 
 
@@ -101,28 +101,21 @@ def make_model(options: Options, data: WindDataModule) -> FillGaps:
     return model
 
 
-class LossBar(TQDMProgressBar):
-    """Shows the last loss. With prog_bar=True, Lightning would read it in every step."""
-
-    def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict:
-        metrics = super().get_metrics(trainer, module)
-        if "loss" in trainer.callback_metrics:
-            metrics["loss"] = trainer.callback_metrics["loss"].item()
-        return metrics
-
-
 def make_trainer(
-    options: Options, callbacks: list[Callback], log: str, writer: BackgroundWriter
+    options: Options, callbacks: list[Callback], start: Start, writer: BackgroundWriter
 ) -> Trainer:
     """Lightning's loop, as the flags have it."""
     timeout = timedelta(seconds=options.process_group_timeout)
     several = options.devices * options.num_nodes > 1
+    # Each rank has the same buffers. To send them would make fast ranks wait in each step's
+    # forward pass for rank 0, and so seem slow.
+    ddp = DDPStrategy(timeout=timeout, broadcast_buffers=False)
     trainer = Trainer(
         accelerator=options.accelerator,
         devices=options.devices,
         num_nodes=options.num_nodes,
         precision=options.precision,
-        strategy=DDPStrategy(timeout=timeout) if several else "auto",
+        strategy=ddp if several else "auto",
         max_epochs=1,  # the sampler's only epoch is the whole run
         max_steps=options.max_steps,
         accumulate_grad_batches=options.accumulate_grad_batches,
@@ -133,11 +126,12 @@ def make_trainer(
         use_distributed_sampler=False,
         enable_model_summary=False,
         profiler=SimpleProfiler(),
-        logger=CSVLogger(
+        logger=make_loggers(
+            options.loggers,
             options.output_dir,
-            "",
-            log,
-            flush_logs_every_n_steps=options.checkpoint_every,
+            f"resumed_at_{start.step}" if start.name else "",
+            start.step,
+            options.checkpoint_every,
         ),
         callbacks=[*callbacks, LearningRateMonitor(), LossBar(options.log_every)],
         plugins=[writer],
@@ -176,8 +170,9 @@ def run_from(
     clock = StepClock()
     counter = RequestCounter()
     heartbeat = Heartbeat(Path(options.output_dir), options.process_group_timeout)
-    log = f"resumed_at_{start.step}" if start.name else ""
-    trainer = make_trainer(options, [clock, counter, heartbeat, boundary], log, writer)
+    times = StepTimes(Path(options.output_dir), options.batch_size, clock, boundary)
+    callbacks = [clock, times, counter, heartbeat, boundary]
+    trainer = make_trainer(options, callbacks, start, writer)
     if trainer.is_global_zero:
         delete_later(checkpoints, start.step)
 

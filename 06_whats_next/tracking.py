@@ -1,0 +1,291 @@
+"""What a run writes down about itself: its loggers, each rank's times, and who is slow."""
+
+import inspect
+import json
+import math
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, loggers
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import Logger
+
+from boundary import StepBoundary
+from checkpoints import print_note
+from evaluation import StepClock, peak_memory_gb
+
+# The columns of a window: seconds a step of each rank, on average.
+WAIT, FORWARD, STEP = range(3)
+COLUMNS = ("data_wait_seconds", "forward_seconds", "step_seconds")
+
+SLOWER = 1.3  # a straggler takes so many times as long as the median of the others,
+STRAGGLER_SHARE = 0.05  # and so much longer, as a share of the step
+LOADER_SHARE = 0.2  # of the step that may be spent waiting for data
+CHANCE = 1e-4  # that one of several equal ranks is the slowest in all windows
+MIN_WINDOWS = 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the last windows show: "straggler", "slow loader", or "nothing"."""
+
+    finding: str = "nothing"
+    rank: int | None = None
+    text: str = "no rank is slower than the others, and the loader keeps up"
+
+
+def windows_to_judge(ranks: int) -> int:
+    """How many windows in a row must agree before a rank is called a straggler.
+
+    Of equal ranks each is the slowest equally often, however much their times scatter: the
+    same one in all of k windows with a probability of ranks ** (1 - k).
+    """
+    if ranks == 1:
+        return MIN_WINDOWS
+    agreeing = math.log(1 / CHANCE) / math.log(ranks)
+    return max(MIN_WINDOWS, 1 + math.ceil(agreeing))
+
+
+def judge(windows: Sequence[np.ndarray]) -> Verdict:
+    """Tell a slow rank from a slow loader. Each window is (ranks, 3), see COLUMNS.
+
+    A straggler is the slowest rank in every one of the last windows: its machine is slow.
+    If all ranks wait for data, and a different one the longest each time, the loader is.
+    """
+    needed = windows_to_judge(len(windows[0]))
+    if len(windows) < needed:
+        return Verdict()
+    last = np.stack(windows[-needed:])
+    step = last[:, :, STEP].mean(axis=1)
+    for column, verb in (
+        (FORWARD, "computes its forward pass"),
+        (WAIT, "waits for data"),
+    ):
+        rank = find_straggler(last[:, :, column], step)
+        if rank is not None:
+            mine, others = compare(last[:, :, column], rank)
+            times = f"{mine:.3g} s a step, and the others {others:.3g} s"
+            text = f"rank {rank} {verb} for {times}, in {needed} of {needed} windows"
+            return Verdict("straggler", rank, text)
+    waits = last[:, :, WAIT]
+    longest = waits.max(axis=1)
+    usual = longest.argsort()[:-1]  # reads come in bursts, but one stall says nothing
+    share = longest[usual].sum() / step[usual].sum()
+    if share < LOADER_SHARE:
+        return Verdict()
+    text = f"the loader is too slow: {share:.0%} of a step is spent waiting for data"
+    if len(windows[0]) > 1:
+        slowest = ", ".join(map(str, waits.argmax(axis=1)))
+        text += f"; the rank that waits longest, window by window: {slowest}"
+    return Verdict("slow loader", None, text)
+
+
+def find_straggler(seconds: np.ndarray, step: np.ndarray) -> int | None:
+    """The rank that is the slowest in all windows, and by enough to matter.
+
+    `seconds` is (windows, ranks), and `step` the seconds of a step in each window.
+    """
+    if seconds.shape[1] == 1:
+        return None
+    slowest = seconds.argmax(axis=1)
+    rank = int(slowest[0])
+    mine, others = compare(seconds, rank)
+    always = (slowest == rank).all()
+    matters = mine - others > STRAGGLER_SHARE * np.median(step)
+    return rank if always and matters and mine > SLOWER * others else None
+
+
+def compare(seconds: np.ndarray, rank: int) -> tuple[float, float]:
+    """The seconds of a rank, and those of the median of the others, in a usual window."""
+    others = np.delete(seconds, rank, axis=1)
+    of_others = np.median(others, axis=1)
+    return float(np.median(seconds[:, rank])), float(np.median(of_others))
+
+
+def read_clock(device: torch.device) -> "float | torch.cuda.Event":
+    """A moment of this device. A GPU notes it when it gets there, and nothing waits."""
+    if device.type != "cuda":
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(
+    began: "float | torch.cuda.Event", ended: "float | torch.cuda.Event"
+) -> float:
+    """From one read_clock to another; waits until a GPU has come so far."""
+    if isinstance(began, float):
+        return ended - began
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1000  # it counts milliseconds
+
+
+def device_memory_gb(device: torch.device) -> float:
+    """The most that this rank has held: on a GPU, or else in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return peak_memory_gb()
+
+
+class StepTimes(Callback):
+    """Logs what each rank's steps consist of, and says which rank or loader is slow.
+
+    The step takes equally long on all ranks, because in the backward pass the fast ones
+    wait for the slow one. So ranks differ only before it: in their wait for data and in
+    their forward pass. Several micro-batches of a step are added up.
+
+    A GPU's forward pass is timed by events in its queue: the CPU's clock would only see
+    how long it takes to launch the kernels. The device is waited for in logged steps only.
+    """
+
+    def __init__(
+        self, folder: Path, batch_size: int, clock: StepClock, boundary: StepBoundary
+    ):
+        self.path = folder / "tracking.jsonl"
+        self.batch_size = batch_size
+        self.clock = clock  # comes before this callback, and times waits and steps
+        self.boundary = boundary
+        self.forwards: list[tuple] = []
+        self.told = Verdict()
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.windows = deque(maxlen=windows_to_judge(trainer.world_size))
+        self.first_step = trainer.global_step
+        self.last_step = self.first_step
+        if trainer.is_global_zero:
+            delete_lines_after(self.path, self.first_step)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.began = read_clock(module.device)
+
+    def on_before_backward(
+        self, trainer: Trainer, module: LightningModule, loss
+    ) -> None:
+        ended = read_clock(module.device)
+        self.forwards.append((self.began, ended))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step == self.last_step:  # between the micro-batches of a step
+            return
+        self.last_step = step
+        if step == self.first_step + 1:  # it starts everything up
+            self.forwards.clear()
+        elif step % trainer.log_every_n_steps == 0:
+            self.end_window(trainer, module)
+
+    def end_window(self, trainer: Trainer, module: LightningModule) -> None:
+        """Gather the means of all ranks since the last time, log them and judge them."""
+        batches = len(self.forwards)
+        steps = batches / trainer.accumulate_grad_batches
+        forward = sum(seconds_between(*pair) for pair in self.forwards)
+        self.forwards.clear()
+        sums = [
+            sum(self.clock.waits[-batches:]),
+            forward,
+            sum(self.clock.seconds[-batches:]),
+        ]
+        means = [seconds / steps for seconds in sums]
+        memory = device_memory_gb(module.device)
+
+        mine = torch.tensor([*means, memory], device=module.device)
+        ranks = trainer.strategy.all_gather(mine).view(trainer.world_size, -1)
+
+        *window, memories = ranks.T.cpu().numpy()
+        window = np.stack(window, axis=1)
+        self.windows.append(window)
+        values = name_columns(window)
+        values |= self.totals(window)
+        values["peak_memory_gb"] = memories.max()
+        # The module divides the gradients after their norm has been taken.
+        norm = self.boundary.gradient_norm * module.gradient_scale
+        values["gradient_norm"] = norm
+        module.log_dict(values)
+        if not trainer.is_global_zero:
+            return
+        # Ranks whose slices of the batch differ in size differ in time, too.
+        if self.batch_size % trainer.world_size == 0:
+            self.tell(judge(list(self.windows)), trainer.global_step)
+
+    def totals(self, window: np.ndarray) -> dict[str, float]:
+        """Speed of the whole run, and the share of its time that waits for data."""
+        wait, _, step = window.mean(axis=0)
+        return {
+            "samples_per_second": self.batch_size / step,
+            "data_wait_share": wait / step,
+        }
+
+    def tell(self, verdict: Verdict, step: int) -> None:
+        """Write a verdict to the file, and print it if it is another than before."""
+        line = {"step": step} | asdict(verdict)
+        with open(self.path, "a") as file:
+            print(json.dumps(line), file=file)
+        before = (self.told.finding, self.told.rank)
+        self.told = verdict
+        if (verdict.finding, verdict.rank) != before:
+            print_note(f"step {step}: {verdict.text}")
+
+
+def name_columns(window: np.ndarray) -> dict[str, float]:
+    """A window's values under names that TensorBoard groups by what stands before the /."""
+    names: dict[str, float] = {}
+    for rank, row in enumerate(window):
+        for column, value in zip(COLUMNS, row):
+            names[f"{column}/rank_{rank}"] = value
+    return names
+
+
+def delete_lines_after(path: Path, step: int) -> None:
+    """Drop the lines of steps that this run takes again, and one that was cut off."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        with suppress(ValueError):
+            if json.loads(line)["step"] <= step:
+                kept.append(f"{line}\n")
+    path.write_text("".join(kept))
+
+
+class LossBar(TQDMProgressBar):
+    """Shows the last loss. With prog_bar=True, Lightning would read it in every step."""
+
+    def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict:
+        metrics = super().get_metrics(trainer, module)
+        if "loss" in trainer.callback_metrics:
+            metrics["loss"] = trainer.callback_metrics["loss"].item()
+        return metrics
+
+
+def make_loggers(
+    names: list[str], folder: str, version: str, step: int, flush_every: int
+) -> list[Logger]:
+    """Loggers by the names of their classes, for a run that begins at this step.
+
+    The CSV file of a resumed run is a new one. TensorBoard goes on in the same folder, and
+    hides what an earlier run has written from this step on.
+    """
+    csv = {"version": version, "name": "", "flush_logs_every_n_steps": flush_every}
+    tensorboard = {"version": "tensorboard", "name": ""}
+    tensorboard |= {"purge_step": step, "default_hp_metric": False}
+    arguments = {"CSVLogger": csv, "TensorBoardLogger": tensorboard}
+    made = []
+    for name in sorted(names, key="CSVLogger".__ne__):  # trainer.log_dir is the first's
+        kind = getattr(loggers, name)
+        given = arguments.get(name, {})
+        places = {"save_dir", "root_dir"} & set(inspect.signature(kind).parameters)
+        given |= dict.fromkeys(places, folder)
+        made.append(kind(**given))
+    return made
