@@ -144,7 +144,6 @@ class FillGaps(LightningModule):
         scale = self.trainer.world_size / unseen
         scale *= self.trainer.accumulate_grad_batches
         gradients = [parameter.grad for parameter in self.parameters()]
-        self.gradient_scale = scale
         torch._foreach_mul_(gradients, scale)  # one kernel instead of one a parameter
         self.log("loss", squares / unseen)
         self.sums = torch.zeros_like(self.sums)

@@ -17,7 +17,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer, loggers
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 
-from boundary import StepBoundary
 from checkpoints import print_note
 from evaluation import StepClock, peak_memory_gb
 
@@ -146,13 +145,10 @@ class StepTimes(Callback):
     how long it takes to launch the kernels. The device is waited for in logged steps only.
     """
 
-    def __init__(
-        self, folder: Path, batch_size: int, clock: StepClock, boundary: StepBoundary
-    ):
+    def __init__(self, folder: Path, batch_size: int, clock: StepClock):
         self.path = folder / "tracking.jsonl"
         self.batch_size = batch_size
         self.clock = clock  # comes before this callback, and times waits and steps
-        self.boundary = boundary
         self.forwards: list[tuple] = []
         self.told = Verdict()
 
@@ -209,9 +205,9 @@ class StepTimes(Callback):
         values = name_columns(window)
         values |= self.totals(window)
         values["peak_memory_gb"] = memories.max()
-        # The module divides the gradients after their norm has been taken.
-        norm = self.boundary.gradient_norm * module.gradient_scale
-        values["gradient_norm"] = norm
+        # Those that were applied; StepBoundary's norm is taken before they are divided.
+        gradients = [weights.grad for weights in module.parameters()]
+        values["gradient_norm"] = torch.nn.utils.get_total_norm(gradients)
         module.log_dict(values)
         if not trainer.is_global_zero:
             return

@@ -170,7 +170,7 @@ def run_from(
     clock = StepClock()
     counter = RequestCounter()
     heartbeat = Heartbeat(Path(options.output_dir), options.process_group_timeout)
-    times = StepTimes(Path(options.output_dir), options.batch_size, clock, boundary)
+    times = StepTimes(Path(options.output_dir), options.batch_size, clock)
     callbacks = [clock, times, counter, heartbeat, boundary]
     trainer = make_trainer(options, callbacks, start, writer)
     if trainer.is_global_zero:

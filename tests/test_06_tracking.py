@@ -164,7 +164,7 @@ def test_a_verdict_is_printed_when_it_changes_and_written_each_time(
 ) -> None:
     from tracking import StepTimes, Verdict
 
-    times = StepTimes(tmp_path, 6, None, None)
+    times = StepTimes(tmp_path, 6, None)
     slow = [Verdict("straggler", 1, f"rank 1 is slow, {number}") for number in range(2)]
     for step, verdict in enumerate([Verdict(), *slow, Verdict()]):
         times.tell(verdict, step)
