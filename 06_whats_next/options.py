@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NoReturn
@@ -21,6 +22,15 @@ TRAIN_TIMES = ["1982", "1989"]
 VALIDATION_TIMES = ["1990", "1990"]
 TEST_TIMES = ["1991", "1992"]
 OUTPUTS = Path(__file__).parent / "outputs/train"
+# Lightning's loggers, and the package that each needs.
+LOGGERS = {
+    "CSVLogger": "lightning",
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb",
+    "MLFlowLogger": "mlflow",
+    "CometLogger": "comet_ml",
+    "LitLogger": "litlogger",
+}
 
 # Says what to mend, and exits with code 2.
 refuse = argparse.ArgumentParser(usage=argparse.SUPPRESS).error
@@ -52,6 +62,7 @@ class Options:
     validate_every: int
     checkpoint_every: int
     log_every: int
+    loggers: list[str]
     accelerator: str
     devices: int
     num_nodes: int
@@ -92,6 +103,8 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
         )
         remedy = "give forkserver or spawn"
         refuse(f"--start-method {args.start_method}: {reason}; {remedy}")
+    args.loggers = list(dict.fromkeys(args.loggers))
+    check_loggers(args.loggers)
     check_folder("--output-dir", args.output_dir)
     if args.checkpoint_dir is None:
         args.checkpoint_dir = str(Path(args.output_dir, "checkpoints"))
@@ -209,6 +222,9 @@ def add_machine_options(add: Callable) -> None:
     add("--start-method", default=method, help="of the workers: forkserver or spawn")
     add("--validate-every", type=int, default=100, help="steps between validations")
     add("--log-every", type=int, default=10, help="steps between lines of the log")
+    where = "classes of lightning.pytorch.loggers"
+    both = ["CSVLogger", "TensorBoardLogger"]
+    add("--loggers", nargs="+", default=both, choices=LOGGERS, help=where)
     add(
         "--output-dir",
         default=os.path.relpath(OUTPUTS),
@@ -332,6 +348,15 @@ def set_slots(args: argparse.Namespace) -> None:
     if args.shuffle_slots % args.batch_size:
         remedy = f"give a multiple of --batch-size {args.batch_size}"
         refuse(f"--shuffle-slots {args.shuffle_slots}: {remedy}")
+
+
+def check_loggers(names: list[str]) -> None:
+    """Refuse a logger whose package is not installed."""
+    for name in names:
+        package = LOGGERS[name]
+        if find_spec(package) is None:
+            remedy = f"needs {package}, which is not installed; add it with: uv add"
+            refuse(f"--loggers {name}: {remedy} {package.replace('_', '-')}")
 
 
 def check_folder(flag: str, folder: str) -> None:

@@ -54,6 +54,11 @@ class Start:
     skipped: tuple[Window, ...] = ()  # batches that the run has left out so far
     record: dict | None = None  # see run_record.py
 
+    @property
+    def log(self) -> str:
+        """Its folder of logs, below the output folder."""
+        return f"resumed_at_{self.step}" if self.name else ""
+
 
 def find_start(folder: Checkpoints, resume: str | None, options: dict) -> Start:
     """Where a run of these options begins.

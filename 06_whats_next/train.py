@@ -21,7 +21,6 @@ from time import perf_counter
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -43,7 +42,7 @@ from recovery import BadLoss, LossHistory, SkippingOrder
 from resume import Start, delete_later, find_start, refuse_later, skip_batches
 from run_record import RunRecord, check_record, make_record, write_record
 from store import FieldReader, Location, RequestCounter
-from tracking import LossBar
+from tracking import LossBar, StepTimes, make_loggers
 from wind_blocks import WindBlocks
 
 
@@ -104,17 +103,20 @@ def make_model(options: Options, data: WindDataModule) -> FillGaps:
 
 
 def make_trainer(
-    options: Options, callbacks: list[Callback], log: str, writer: BackgroundWriter
+    options: Options, callbacks: list[Callback], start: Start, writer: BackgroundWriter
 ) -> Trainer:
     """Lightning's loop, as the flags have it."""
     timeout = timedelta(seconds=options.process_group_timeout)
     several = options.devices * options.num_nodes > 1
+    # Each rank has the same buffers. To send them would make fast ranks wait in each step's
+    # forward pass for rank 0, and so seem slow.
+    ddp = DDPStrategy(timeout=timeout, broadcast_buffers=False)
     trainer = Trainer(
         accelerator=options.accelerator,
         devices=options.devices,
         num_nodes=options.num_nodes,
         precision=options.precision,
-        strategy=DDPStrategy(timeout=timeout) if several else "auto",
+        strategy=ddp if several else "auto",
         max_epochs=1,  # the sampler's only epoch is the whole run
         max_steps=options.max_steps,
         accumulate_grad_batches=options.accumulate_grad_batches,
@@ -125,11 +127,12 @@ def make_trainer(
         use_distributed_sampler=False,
         enable_model_summary=False,
         profiler=SimpleProfiler(),
-        logger=CSVLogger(
+        logger=make_loggers(
+            options.loggers,
             options.output_dir,
-            "",
-            log,
-            flush_logs_every_n_steps=options.checkpoint_every,
+            start.log,
+            start.step,
+            options.checkpoint_every,
         ),
         callbacks=[*callbacks, LearningRateMonitor(), LossBar(options.log_every)],
         plugins=[writer],
@@ -171,12 +174,13 @@ def run_from(
     clock = StepClock()
     counter = RequestCounter()
     heartbeat = Heartbeat(Path(options.output_dir), options.process_group_timeout)
-    log = f"resumed_at_{start.step}" if start.name else ""
-    callbacks = [clock, counter, heartbeat, boundary, RunRecord(record)]
-    trainer = make_trainer(options, callbacks, log, writer)
+    times = StepTimes(Path(options.output_dir), options.batch_size, clock)
+    keeper = RunRecord(record)
+    callbacks = [clock, times, counter, heartbeat, boundary, keeper]
+    trainer = make_trainer(options, callbacks, start, writer)
     if trainer.is_global_zero:
         delete_later(checkpoints, start.step)
-        write_record(record, Path(options.output_dir, log))
+        write_record(record, Path(options.output_dir, start.log))
 
     trainer.fit(model, datamodule=data, ckpt_path=start.name)
     writer.finish()

@@ -33,6 +33,32 @@ def _slow_down(seconds: float) -> None:
     register_optimizer_step_pre_hook(lambda *_: time.sleep(seconds))
 
 
+def _slow_forward(seconds: float) -> None:
+    """Sleep in each forward pass of chapter 6's training, as on a machine that computes slowly."""
+    import model
+
+    compute = model.FillGaps.training_step
+
+    def sleep_and_compute(self, *given):
+        time.sleep(seconds)
+        return compute(self, *given)
+
+    model.FillGaps.training_step = sleep_and_compute
+
+
+def _slow_loader(seconds: float) -> None:
+    """Sleep before each batch that a loader without workers makes in this process."""
+    from torch.utils.data import dataloader
+
+    make = dataloader._SingleProcessDataLoaderIter._next_data
+
+    def sleep_and_make(self):
+        time.sleep(seconds)
+        return make(self)
+
+    dataloader._SingleProcessDataLoaderIter._next_data = sleep_and_make
+
+
 def _in_backward(action, number: int) -> None:
     """Call `action()` in the middle of the backward pass before optimizer step `number`, counted from 0."""
     from torch.nn.modules.module import register_module_full_backward_pre_hook
@@ -217,6 +243,8 @@ FAULTS = {
     "wait_for_file": _wait_for_file,
     "kill_at_step": partial(_at_optimizer_step, _kill_self),
     "stall_at_step": partial(_at_optimizer_step, _stall),
+    "slow_forward": _slow_forward,
+    "slow_loader": _slow_loader,
     "slow_steps": _slow_down,
 }
 
