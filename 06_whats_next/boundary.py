@@ -1,6 +1,5 @@
 """What happens between two steps: agree, judge the loss, save, stop. The order matters."""
 
-import math
 import time
 from typing import Any
 
@@ -142,13 +141,6 @@ class StepBoundary(Checkpoint):
         while len(self.unjudged) > leave:
             step, loss = self.unjudged.pop(0)
             self.losses.add(step, loss.item())
-
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Keep the checkpoint of the lowest RMSE, or product of RMSEs in several units."""
-        metrics = trainer.callback_metrics
-        rmse = [metrics[name].item() for name in metrics if name.startswith("rmse")]
-        if trainer.is_global_zero:
-            self.writer.keep_if_best(trainer.global_step, math.prod(rmse))
 
     def on_exception(
         self, trainer: Trainer, module: LightningModule, exception: BaseException

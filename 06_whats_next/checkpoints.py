@@ -152,7 +152,13 @@ def best_names(checkpoints: Checkpoints) -> list[str]:
 def save_whole(checkpoint: dict, path: Path) -> None:
     """Save a checkpoint and read it back; OSError if the disk has other bytes."""
     with open(path, "wb") as file:
-        torch.save(checkpoint, file)
+        try:
+            torch.save(checkpoint, file)
+        except RuntimeError as error:
+            # It closes its zip file even if a write has failed, and then names only that.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
         file.flush()
         os.fsync(file.fileno())
     damaged = find_damage(path)

@@ -60,6 +60,7 @@ class Options:
     max_steps: int
     learning_rate: float
     validate_every: int
+    full_validation_patches: int
     checkpoint_every: int
     log_every: int
     loggers: list[str]
@@ -221,6 +222,8 @@ def add_machine_options(add: Callable) -> None:
     method = "spawn" if sys.platform == "win32" else "forkserver"
     add("--start-method", default=method, help="of the workers: forkserver or spawn")
     add("--validate-every", type=int, default=100, help="steps between validations")
+    full = "of the validation, for a checkpoint that may be the best"
+    add("--full-validation-patches", type=int, default=384, help=full)
     add("--log-every", type=int, default=10, help="steps between lines of the log")
     where = "classes of lightning.pytorch.loggers"
     both = ["CSVLogger", "TensorBoardLogger"]

@@ -172,6 +172,7 @@ class LossBar(TQDMProgressBar):
 
     def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict:
         metrics = super().get_metrics(trainer, module)
+        metrics.pop("v_num", None)  # a logger's
         if "loss" in trainer.callback_metrics:
             metrics["loss"] = trainer.callback_metrics["loss"].item()
         return metrics

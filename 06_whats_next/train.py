@@ -43,6 +43,7 @@ from resume import Start, delete_later, find_start, refuse_later, skip_batches
 from run_record import RunRecord, check_record, make_record, write_record
 from store import FieldReader, Location, RequestCounter
 from tracking import LossBar, StepTimes, make_loggers
+from validation import BestCheckpoint
 from wind_blocks import WindBlocks
 
 
@@ -175,8 +176,10 @@ def run_from(
     counter = RequestCounter()
     heartbeat = Heartbeat(Path(options.output_dir), options.process_group_timeout)
     times = StepTimes(Path(options.output_dir), options.batch_size, clock)
+    best = BestCheckpoint(writer, data.validation, options.full_validation_patches)
     keeper = RunRecord(record)
-    callbacks = [clock, times, counter, heartbeat, boundary, keeper]
+    # The best one first: it validates, which the clock must not take for steps.
+    callbacks = [best, clock, times, counter, heartbeat, boundary, keeper]
     trainer = make_trainer(options, callbacks, start, writer)
     if trainer.is_global_zero:
         delete_later(checkpoints, start.step)

@@ -483,14 +483,59 @@ def test_checkpoints_of_another_run_are_not_overwritten_unless_asked_for(
     assert state(run)["step"] == 2
 
 
-def test_the_best_checkpoint_is_that_of_the_lowest_rmse(undisturbed) -> None:
-    run = undisturbed(1)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_best_checkpoint_is_that_of_the_lowest_rmse(ranks: int, undisturbed) -> None:
+    """Of those on all patches of the validation, on one rank and on two."""
+    run = undisturbed(ranks)
     with open(run / "metrics.csv", newline="") as log:
-        rows = [row for row in csv.DictReader(log) if row["rmse (m/s)"]]
-    best = min(rows, key=lambda row: float(row["rmse (m/s)"]))
+        rows = [row for row in csv.DictReader(log) if row["full rmse (m/s)"]]
+    best = min(rows, key=lambda row: float(row["full rmse (m/s)"]))
     (path,) = run.glob("checkpoints/best_*")
-    assert path.name.startswith(f"best_{float(best['rmse (m/s)']):.6f}_step_")
+    assert path.name.startswith(f"best_{float(best['full rmse (m/s)']):.6f}_step_")
     assert torch.load(path, weights_only=True)["global_step"] == int(best["step"]) + 1
+    (alone,) = undisturbed(1).glob("checkpoints/best_*")
+    assert float(path.name.split("_")[1]) == pytest.approx(float(alone.name.split("_")[1]), rel=1e-4)
+
+
+def test_the_rmse_in_full_is_that_of_the_few_if_they_are_all(local: list[str], tmp_path: Path) -> None:
+    flags = [*SMALL, *local, "--max-steps", 2, "--validate-every", 2, "--output-dir", tmp_path]
+    programs.require_success(SCRIPT, *flags, "--full-validation-patches", 96)
+    with open(tmp_path / "metrics.csv", newline="") as log:
+        rows = list(csv.DictReader(log))
+    few, full = ([row[name] for row in rows if row[name]] for name in ("rmse (m/s)", "full rmse (m/s)"))
+    assert len(few) == 1
+    assert [float(value) for value in full] == pytest.approx([float(few[0])], rel=1e-6)
+
+
+def test_all_patches_are_looked_at_only_where_the_few_are_as_good_as_ever(checkpoints) -> None:
+    """And a state that is saved and loaded goes on from there."""
+    from errors import DataError
+    from validation import BestCheckpoint
+
+    trainer, looked = MagicMock(is_global_zero=True, loggers=[]), []
+    checkpoints.keep_if_best = MagicMock()
+
+    def make() -> BestCheckpoint:
+        best = BestCheckpoint(checkpoints, MagicMock(), 384)
+        best.validate_in_full = lambda *_: looked.append(trainer.global_step) or {"full rmse (m/s)": 7.0}
+        return best
+
+    def validate(best: BestCheckpoint, step: int, few: float) -> None:
+        trainer.global_step = step
+        trainer.callback_metrics = {"rmse (m/s)": torch.tensor(few), "loss": torch.tensor(0.0)}
+        best.on_validation_end(trainer, MagicMock())
+
+    best = make()
+    for step, few in enumerate([3.0, 2.0, 2.5]):
+        validate(best, step, few)
+    again = make()
+    again.load_state_dict(best.state_dict())
+    for step, few in ((3, 2.1), (4, 1.9)):
+        validate(again, step, few)
+    assert looked == [0, 1, 4]
+    assert [call.args for call in checkpoints.keep_if_best.call_args_list] == [(0, 7.0), (1, 7.0), (4, 7.0)]
+    with pytest.raises(DataError, match="--validation-times: no value is present"):
+        validate(again, 5, float("nan"))
 
 
 def test_a_worse_score_never_takes_the_place_of_the_best_also_in_a_later_run(checkpoints) -> None:
