@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoints import CheckpointFolder, step_names
+from checkpoints import CheckpointError, step_name
+from errors import first_line
 from evaluation import BASELINE
 from maps import load_model
 from options import refuse
@@ -21,7 +22,7 @@ from run_record import RunRecord, command_of
 
 
 def keep_weights(checkpoint: Path, target: Path) -> None:
-    """Write what predict.py needs of a checkpoint: a third, for there is no optimizer."""
+    """Write what predict.py needs of a checkpoint, without the optimizer's two thirds."""
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
     kept = {part: saved[part] for part in ("hyper_parameters", "state_dict")}
     name = RunRecord.state_key
@@ -29,31 +30,34 @@ def keep_weights(checkpoint: Path, target: Path) -> None:
     torch.save(kept, target)
 
 
-def read_curve(log: Path) -> list[dict]:
-    """The RMSE of each validation, by the steps that were taken before it."""
-    curve = []
-    with open(log, newline="") as file:
-        for line in csv.DictReader(file):
-            names = [name for name in line if name.startswith("rmse") and line[name]]
-            if names:
-                rmse = {name: float(line[name]) for name in names}
-                curve.append({"step": int(line["step"]) + 1, **rmse})
-    return curve
+def read_curve(run: Path) -> list[dict]:
+    """The RMSE of each validation of all starts, by the steps that were taken before it."""
+    scores: dict[int, dict] = {}
+    for log in [run / "metrics.csv", *sorted(run.glob("resumed_at_*/metrics.csv"))]:
+        with open(log, newline="") as file:
+            for line in csv.DictReader(file):
+                names = [
+                    name for name in line if name.startswith("rmse") and line[name]
+                ]
+                if names:
+                    rmse = {name: float(line[name]) for name in names}
+                    scores[int(line["step"]) + 1] = rmse
+    return [{"step": step, **scores[step]} for step in sorted(scores)]
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """Keep the newest checkpoint of a run and its summary."""
+    """Keep the last checkpoint of a run and its summary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="the output folder of a finished run")
     run = parser.parse_args(argv).run
-    names = step_names(CheckpointFolder(str(run / "checkpoints")))
-    if not names or not (run / "summary.json").exists():
-        refuse(f"run {run}: has not finished, or is no output folder; give another")
-    checkpoint = run / "checkpoints" / names[0]
-    _, record = load_model(checkpoint)
+    try:
+        summary = json.loads((run / "summary.json").read_text())
+        checkpoint = run / "checkpoints" / step_name(summary["steps"])
+        _, record = load_model(checkpoint)
+        row = {**summary, "curve": read_curve(run)}
+    except (OSError, KeyError, ValueError, CheckpointError) as error:
+        refuse(f"run {run}: not finished, or not whole ({first_line(error)})")
     command = command_of(record)
-    summary = json.loads((run / "summary.json").read_text())
-    row = {**summary, "curve": read_curve(run / "metrics.csv")}
     save_rows("final", command, [row])
     keep_weights(checkpoint, RESULTS / "final.ckpt")
     print(command)

@@ -1,8 +1,8 @@
 """Filled maps on this machine: a Zarr store with CF metadata, or a NetCDF file."""
 
-import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import dask.array
@@ -17,6 +17,8 @@ DIMS = ("time", "latitude", "longitude")
 FLAGS = "filled"
 OBSERVED, FILLED, NO_VALUE = 0, 1, 2
 NOT_DONE = 127  # what Zarr reads where no map has been written
+# Attributes that name other variables of the store, which are not copied.
+REFERENCES = ("grid_mapping", "coordinates", "cell_measures")
 FLAG_ATTRIBUTES = {
     "standard_name": "status_flag",
     "flag_values": np.array([OBSERVED, FILLED, NO_VALUE], "int8"),
@@ -30,34 +32,23 @@ class MapStore:
     def __init__(self, path: Path):
         self.path = path
 
-    def prepare(self, maps: MapDataset, settings: dict) -> None:
+    def prepare(self, maps: MapDataset, settings: str) -> None:
         """Make the store, or take the one that these settings have begun.
 
         DataError if there is something else. A store that is there is whole but for maps.
         """
-        text = json.dumps(settings, sort_keys=True)
         if self.path.exists():
-            self.require(text)
+            require(self.path, settings)
             # What Zarr was writing when a run was killed.
             for unfinished in self.path.rglob("*.partial"):
                 unfinished.unlink()
             return
-        aside = self.path.with_name(self.path.name + ".part")
+        aside = part_of(self.path)
         shutil.rmtree(aside, ignore_errors=True)
-        template = self.make_template(maps, text)
+        template = self.make_template(maps, settings)
         encoding = {FLAGS: {"fill_value": NOT_DONE}}
         template.to_zarr(aside, compute=False, encoding=encoding, zarr_format=3)
         aside.rename(self.path)
-
-    def require(self, settings: str) -> None:
-        """DataError unless the store was begun with these settings."""
-        begun = None
-        if (self.path / "zarr.json").exists():
-            begun = xr.open_zarr(self.path).attrs.get("settings")
-        if begun != settings:
-            reason = "is there, and was not begun by this command"
-            remedy = "delete it, or give another"
-            raise DataError(f"--output {self.path}: {reason}; {remedy}")
 
     def make_template(self, maps: MapDataset, settings: str) -> xr.Dataset:
         """The maps' variables and metadata by the CF conventions, without a value."""
@@ -67,7 +58,9 @@ class MapStore:
         blank = dask.array.zeros(shape, dtype="float32", chunks=(1, *shape[1:]))
         variables = {}
         for name in maps.reader.variables:
-            attributes = {"ancillary_variables": FLAGS} | fields[name].attrs
+            attributes = fields[name].attrs | {"ancillary_variables": FLAGS}
+            for reference in REFERENCES:
+                attributes.pop(reference, None)
             variables[name] = (DIMS, blank, attributes)
         variables[FLAGS] = (DIMS, blank.astype("int8"), FLAG_ATTRIBUTES)
         coordinates = {
@@ -75,6 +68,8 @@ class MapStore:
             "latitude": ("latitude", fields.latitude.values, axis("north", "Y")),
             "longitude": ("longitude", fields.longitude.values, axis("east", "X")),
         }
+        if maps.reader.level is not None:
+            coordinates["level"] = maps.reader.level
         attributes = {
             "Conventions": "CF-1.11",
             "title": "Maps whose gaps were filled by a network",
@@ -103,12 +98,31 @@ def axis(direction: str, letter: str) -> dict[str, str]:
     return {"standard_name": name, "units": f"degrees_{direction}", "axis": letter}
 
 
+def part_of(path: Path) -> Path:
+    """The name of what is not whole yet, or not any more."""
+    return path.with_name(path.name + ".part")
+
+
+def require(path: Path, settings: str) -> None:
+    """DataError unless a file or store was written by these settings."""
+    written_by = None
+    with suppress(OSError, ValueError, KeyError):  # no store, no NetCDF
+        engine = "zarr" if path.is_dir() else "h5netcdf"
+        with xr.open_dataset(path, engine=engine) as dataset:
+            written_by = dataset.attrs.get("settings")
+    if written_by != settings:
+        reason = "is there, and was not written by this command"
+        raise DataError(f"--output {path}: {reason}; delete it, or give another")
+
+
 def write_netcdf(store: Path, target: Path) -> None:
-    """A NetCDF file of a whole Zarr store, which it takes the place of."""
-    aside = target.with_name(target.name + ".part")
+    """Make a NetCDF file of a whole Zarr store, and delete the store."""
+    aside = part_of(target)
     with xr.open_zarr(store) as dataset:
         # JSON, in which Zarr keeps attributes, knows no int8.
         dataset[FLAGS].attrs = FLAG_ATTRIBUTES
         dataset.to_netcdf(aside, engine="h5netcdf")
     os.replace(aside, target)
-    shutil.rmtree(store)
+    # A store that has lost some chunks must not be taken for one to go on with.
+    store.rename(part_of(store))
+    shutil.rmtree(part_of(store))

@@ -5,15 +5,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from torch.utils.data import Dataset
 
-from checkpoints import CheckpointError
+from checkpoints import CheckpointError, find_damage
 from climatology import Climatology, check_finite, load_climatology
 from data import Grid
 from errors import DataError
 from fields import Period, group_by_unit, split_times
 from model import FillGaps
-from run_record import RunRecord
+from run_record import Record, RunRecord, sha256_of_values
 from sampling import swath_masks
 from store import FieldReader
 from tiles import Tiling
@@ -34,21 +35,27 @@ class MapFiller(FillGaps):
 def load_model(path: Path) -> tuple[MapFiller, dict]:
     """The network of a checkpoint, and its run's record; CheckpointError if it has none."""
     try:
+        damaged = find_damage(path)
         saved = torch.load(path, map_location="cpu", weights_only=True)
         model = MapFiller(**saved["hyper_parameters"])
         model.load_state_dict(saved["state_dict"])
-        return model, saved["callbacks"][RunRecord.state_key]
+        record = saved["callbacks"][RunRecord.state_key]
     except OSError as error:
         raise CheckpointError(f"{error.strerror}; give a checkpoint") from error
     except Exception as error:  # torch raises many kinds, depending on the bytes
         reason = f"is no checkpoint of this chapter ({type(error).__name__})"
         raise CheckpointError(f"{reason}; give one that train.py wrote") from error
+    if damaged:
+        reason = f"has other bytes than those written, in {damaged}"
+        raise CheckpointError(f"{reason}; give a whole one")
+    return model, record
 
 
 class MapDataset(Dataset):
     """What is known of each map of a period, and the network's input in patches.
 
-    If `seed` is not None, only what lies in simulated swaths counts as known.
+    If `seed` is not None, only what lies in simulated swaths counts as known. `missing` is
+    "refuse" if a NaN where there is a climatology is an error, or else "mask".
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class MapDataset(Dataset):
         std: np.ndarray,
         tiling: Tiling,
         seed: int | None,
+        missing: str,
     ):
         self.reader = reader
         self.period = period
@@ -66,6 +74,7 @@ class MapDataset(Dataset):
         self.std = std
         self.tiling = tiling
         self.seed = seed
+        self.missing = missing
 
     def __len__(self) -> int:
         return len(self.period.positions)
@@ -74,7 +83,7 @@ class MapDataset(Dataset):
         """Map `number` of the period:
 
         values and mean (variables, H, W): as in the store, and the month's climatology;
-        seen (H, W): where all variables are known;
+        seen (H, W): where all variables are known, elsewhere all are filled;
         patches (patches, variables + 1, size, size): the network's input.
         """
         position = self.period.positions[[number]]
@@ -83,6 +92,11 @@ class MapDataset(Dataset):
         mean = self.mean[self.period.months[number]]
         anomaly = (values - mean) / self.std
         seen = ~np.isnan(anomaly).any(axis=0)
+        has_mean = ~np.isnan(mean).any(axis=0)
+        if self.missing == "refuse" and not seen[has_mean].all():
+            date = str(self.period.dates[number])[:16]
+            remedy = "give --gaps missing to fill what the store lacks"
+            raise DataError(f"NaN on {date}: a value or a chunk is missing; {remedy}")
         if self.seed is not None:
             seen &= self.swaths(int(position[0]))
         known = np.where(seen, anomaly, 0)
@@ -106,18 +120,45 @@ class MapDataset(Dataset):
         return np.where(known["seen"], known["values"], filled)
 
 
+def load_training_climatology(
+    training: FieldReader, fields: xr.Dataset, record: Record
+) -> Climatology:
+    """The climatology that the network was trained with; `fields` are those to be filled.
+
+    DataError if they are on another grid, or if `training` has not the run's data.
+    """
+    options = record["options"]
+    span = options["train_times"]
+    trained_on = training.open()
+    for dim in ("latitude", "longitude"):
+        if not np.array_equal(fields[dim], trained_on[dim]):
+            reason = f"its {dim} differs from that of the training"
+            raise DataError(f"--store: {reason}; give a store of the same grid")
+    remedy = "give the run's store as --training-store, for the climatology"
+    try:
+        (times,) = split_times(trained_on.time, {"--train-times": span})
+    except DataError as error:
+        reason = f"has no times of the training, {span[0]} to {span[1]}"
+        raise DataError(f"{reason}; {remedy}") from error
+    if sha256_of_values(training, times) != record["data"]["values"]:
+        reason = "its training times hold other data than the network was trained on"
+        raise DataError(f"{reason}; {remedy}")
+    return load_climatology(training, times, span, options["missing"])
+
+
 def make_maps(
     reader: FieldReader,
     training: FieldReader,
     times: tuple[str, str],
     model: MapFiller,
-    record: dict,
+    record: Record,
     overlap: int,
     seed: int | None,
 ) -> MapDataset:
-    """The maps of a store's `times`, for a network with the climatology of its `training`.
+    """The maps of a store's `times`, for a network that was trained on `training`.
 
-    DataError if the store has other units, or another grid than the training's.
+    If `seed` is None, what the store lacks is to be filled; else what the simulated swaths
+    of this seed leave out. DataError if the store has other units or another grid.
     """
     options = record["options"]
     fields = reader.open()
@@ -125,26 +166,21 @@ def make_maps(
     if units != model.hparams.units:
         reason = f"its units are {list(units)}, and not {list(model.hparams.units)}"
         raise DataError(f"--store: {reason}, as in training; give one of these units")
-    trained_on = training.open()
-    for dim in ("latitude", "longitude"):
-        if not np.array_equal(fields[dim], trained_on[dim]):
-            reason = f"its {dim} differs from that of --training-store"
-            raise DataError(f"--store: {reason}; give a store of the same grid")
-    span = options["train_times"]
-    try:
-        (trained,) = split_times(trained_on.time, {"--train-times": span})
-    except DataError as error:
-        reason = "needed for the climatology; give --training-store"
-        raise DataError(f"--store: {error}; {reason}") from error
-    climatology = load_climatology(training, trained, span, options["missing"])
-    (period,) = split_times(fields.time, {"--times": times})
-    grid = Grid(fields.latitude.values, fields.longitude.values)
     size = options["patch_size"]
-    width = len(grid.longitude)
-    wraps = grid.patch_space(size).columns == width
-    shape = (len(grid.latitude), width)
     if overlap > size // 2:
         raise DataError(f"--overlap {overlap}: give up to {size // 2}, half a patch")
-    tiling = Tiling(shape, size, overlap, wraps)
+    (period,) = split_times(fields.time, {"--times": times})
+    try:
+        climatology = load_training_climatology(training, fields, record)
+    except DataError as error:
+        if training is reader or str(error).startswith("--"):
+            raise
+        flag = f"--training-store {training.location.url}"
+        raise DataError(f"{flag}: {error}") from error
+    grid = Grid(fields.latitude.values, fields.longitude.values)
+    width = len(grid.longitude)
+    wraps = grid.patch_space(size).columns == width
+    tiling = Tiling((len(grid.latitude), width), size, overlap, wraps)
+    missing = "mask" if seed is None else options["missing"]
     std = model.std.numpy().copy()
-    return MapDataset(reader, period, climatology, std, tiling, seed)
+    return MapDataset(reader, period, climatology, std, tiling, seed, missing)

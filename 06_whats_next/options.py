@@ -93,7 +93,7 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     """The options of a command line; exits with code 2 and a remedy if one is wrong."""
     args = make_parser(summary).parse_args(argv)
     del args.config  # its options are among the others now
-    args.variables = list(dict.fromkeys(args.variables))  # each once
+    set_texts(args)
     check_numbers(vars(args))
     check_store(args.store, args.checkpoint_dir, args.endpoint, args.region)
     set_devices(args)
@@ -112,6 +112,15 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     if "://" not in args.checkpoint_dir:
         check_folder("--checkpoint-dir", args.checkpoint_dir)
     return Options(**vars(args))
+
+
+def set_texts(args: argparse.Namespace) -> None:
+    """Make texts of what a file may give as numbers, and take each variable once."""
+    for name in ("variables", "train_times", "validation_times", "test_times"):
+        setattr(args, name, [str(value) for value in getattr(args, name)])
+    args.variables = list(dict.fromkeys(args.variables))
+    if args.level is not None:
+        args.level = str(args.level)
 
 
 class Parser(jsonargparse.ArgumentParser):

@@ -3,10 +3,12 @@
     uv run python predict.py CKPT --store winds.zarr --times 1991 1992 --output filled.zarr
 
 You should see a progress bar, and then where the maps are. Stop it whenever you like: the
-same command goes on with the maps that are not there yet, and ends at the same bytes.
+same command goes on with the maps that are not there yet, and ends at the same bytes, on
+a CPU with the same number of threads.
 """
 
 import argparse
+import json
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -20,7 +22,8 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader
 
 from command_line import call_at, make_location, run
-from map_store import FILLED, NO_VALUE, OBSERVED, MapStore, write_netcdf
+from errors import DataError
+from map_store import FILLED, NO_VALUE, OBSERVED, MapStore, require, write_netcdf
 from maps import MapDataset, load_model, make_maps
 from options import (
     add_device_options,
@@ -37,8 +40,10 @@ from store import FieldReader, Location
 class MissingMaps(LightningDataModule):
     """The maps that are not in the output yet, each for one of the ranks."""
 
-    def __init__(self, maps: MapDataset, output: MapStore, settings: dict):
+    def __init__(self, maps: MapDataset, output: MapStore, settings: str):
         super().__init__()
+        # There may be fewer maps than ranks.
+        self.allow_zero_length_dataloader_with_multiple_devices = True
         self.maps = maps
         self.output = output
         self.settings = settings
@@ -87,15 +92,15 @@ def make_parser() -> argparse.ArgumentParser:
     summary = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="of train.py")
+    add("checkpoint", type=Path, help="one that train.py wrote")
     add_store_options(add)
-    climatology = "with the times of the training, if --store has them not"
+    climatology = "that of the training, if --store is another: for the climatology"
     add("--training-store", metavar="STORE", help=climatology)
     times = {"nargs": 2, "metavar": ("FIRST", "LAST")}
     add("--times", **times, default=["1991", "1992"], help="dates or years to fill")
     hidden = "what is to be filled: what simulated swaths leave out, or what is missing"
     add("--gaps", choices=("swaths", "missing"), default="swaths", help=hidden)
-    add("--seed", type=int, default=0, help="of the simulated swaths")
+    add("--seed", type=int, default=0, help="decides the simulated swaths")
     add("--overlap", type=int, default=16, help="cells that neighbouring patches share")
     add_device_options(add)
     add("--output", type=Path, default="outputs/filled.zarr", help="*.zarr or *.nc")
@@ -114,8 +119,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         value = getattr(args, name)
         if value < 0:
             refuse(f"--{name} {value}: too small; give at least 0")
-    if args.output.suffix == ".nc" and args.output.exists():
-        refuse(f"--output {args.output}: is there; delete it, or give another")
     args.precision = "32-true"
     set_devices(args)
     return args
@@ -129,13 +132,12 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
     reader = FieldReader(location, variables, level)
     training = reader
     if args.training_store:
-        training = FieldReader(
-            replace(location, url=args.training_store), variables, level
-        )
+        other = replace(location, url=args.training_store)
+        training = FieldReader(other, variables, level)
     seed = args.seed if args.gaps == "swaths" else None
     overlap = args.overlap
     maps = make_maps(reader, training, args.times, model, record, overlap, seed)
-    settings = {
+    parts = {
         "checkpoint": sha256(args.checkpoint.read_bytes()).hexdigest(),
         "values": sha256_of_values(reader, maps.period),
         "times": args.times,
@@ -143,9 +145,33 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
         "seed": args.seed,
         "overlap": overlap,
     }
+    settings = json.dumps(parts, sort_keys=True)
     is_netcdf = args.output.suffix == ".nc"
+    if is_netcdf and args.output.exists():
+        require(args.output, settings)  # it is finished
+        return args.output
     store = args.output.with_suffix(".nc.zarr") if is_netcdf else args.output
     output = MapStore(store)
+    trainer = make_trainer(args, MapWriter(maps, output))
+    data = MissingMaps(maps, output, settings)
+    try:
+        trainer.predict(model, datamodule=data, return_predictions=False)
+        missing = torch.tensor(reader.traffic()[2], device=model.device)
+        missing = trainer.strategy.reduce(missing, reduce_op="sum")  # all have written
+        if trainer.is_global_zero and is_netcdf:
+            write_netcdf(store, args.output)
+    except OSError as error:
+        reason = f"{error.strerror or error}; the same command goes on"
+        raise DataError(f"--output {args.output}: {reason}") from error
+    if trainer.is_global_zero:
+        if missing:
+            print(f"missing chunks that were asked for: {int(missing)}")
+        print(f"{len(maps)} maps in {args.output}")
+    return args.output
+
+
+def make_trainer(args: argparse.Namespace, writer: MapWriter) -> Trainer:
+    """Lightning's loop over the maps, on the devices that the flags name."""
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
@@ -154,16 +180,11 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
         enable_checkpointing=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[MapWriter(maps, output)],
+        callbacks=[writer],
     )
-    data = MissingMaps(maps, output, settings)
-    trainer.predict(model, datamodule=data, return_predictions=False)
-    trainer.strategy.barrier()  # all ranks have written
-    if trainer.is_global_zero:
-        if is_netcdf:
-            write_netcdf(store, args.output)
-        print(f"{len(maps)} maps in {args.output}")
-    return args.output
+    # Lightning's handlers would let the loop go on after a SIGTERM.
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    return trainer
 
 
 def main(argv: list[str] | None = None) -> Path:

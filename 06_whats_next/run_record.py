@@ -11,6 +11,7 @@ import argparse
 import json
 import shlex
 import subprocess
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from lightning.pytorch import Callback
 from checkpoints import CheckpointError, print_note
 from evaluation import EVAL_SEED
 from fields import DIMENSIONS, Period
-from options import make_parser, refuse
+from options import check_folder, make_parser, refuse
 from records import describe_machine, list_versions
+from resume import Start
 from store import FieldReader
 
 HERE = Path(__file__).parent
-# Of one start, and not of the run.
+# Options that say how a start goes on from another, which a repeated run does not.
 NOT_REPEATED = ("resume", "overwrite")
 # What differs here may change the last bits of the weights, or nothing.
 COMPARED = ("code", "data", "versions", "machine")
@@ -35,12 +37,17 @@ COMPARED = ("code", "data", "versions", "machine")
 Record = dict[str, dict[str, Any]]
 
 
-def make_record(options: dict, reader: FieldReader, training: Period) -> Record:
-    """All that decides a run's weights, as JSON has it.
+def make_record(
+    options: dict, reader: FieldReader, training: Period, start: Start
+) -> Record:
+    """All that decides a run's weights, and how it was started, as JSON has it.
 
     `options` are the checked ones, with the defaults filled in.
     """
+    skipped = [list(window) for window in start.skipped]
+    now = datetime.now().isoformat(" ", "seconds")
     return {
+        "start": {"at": now, "step": start.step, "skipped": skipped},
         "options": options,
         "seeds": {"training": options["seed"], "evaluation": EVAL_SEED},
         "data": identify_data(reader, training),
@@ -64,6 +71,8 @@ def identify_data(reader: FieldReader, training: Period) -> dict[str, str]:
     metadata: of the variables' arrays: shape, chunks, codecs and attributes;
     values: of the grid, the training times, and the first and the last training map.
     """
+    # A reader of its own, because the run's counts the missing chunks of the run.
+    reader = FieldReader(reader.location, reader.variables, reader.level)
     reader.open()
     root = zarr.open_group(reader.store, mode="r")
     arrays = {name: root[name].metadata.to_dict() for name in reader.variables}
@@ -94,12 +103,11 @@ def identify_code() -> dict[str, Any]:
     for path in sorted(HERE.glob("*.py")):
         files.update(path.name.encode())
         files.update(path.read_bytes())
-    changed = git("diff", "--name-only", "HEAD", "--", ".")
-    return {
-        "files": files.hexdigest(),
-        "commit": git("rev-parse", "HEAD"),
-        "changed": None if changed is None else changed.splitlines(),
-    }
+    is_tracked = bool(git("ls-files", "--", Path(__file__).name))
+    commit = git("rev-parse", "HEAD") if is_tracked else None
+    status = git("status", "--porcelain", "--", ".") if is_tracked else None
+    changed = None if status is None else [line[3:] for line in status.splitlines()]
+    return {"files": files.hexdigest(), "commit": commit, "changed": changed}
 
 
 def git(*command: str) -> str | None:
@@ -107,7 +115,7 @@ def git(*command: str) -> str | None:
     try:
         return subprocess.check_output(
             ["git", *command], cwd=HERE, text=True, stderr=subprocess.DEVNULL
-        ).strip()
+        ).rstrip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -241,6 +249,8 @@ def main(argv: list[str] | None = None) -> list[str]:
         here = describe_here()
         differences = find_differences(record, here, tuple(here))
     if args.save_options:
+        check_folder("--save-options", str(args.save_options.parent))
+        args.save_options.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.save_options, repeatable(record))
     print("differences: " + ("none" if not differences else ""))
     for line in differences:

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from command_line import call_at, make_location, run
+from errors import DataError
 from maps import MapDataset, MapFiller, load_model
 from records import save_rows
 from skill import make_draws, parse_study, predict_map
@@ -50,6 +51,8 @@ def measure_seams(model: MapFiller, draws: list[MapDataset]) -> dict[str, float]
     row = {"patches": len(draws[0].tiling.corners)}
     for name, parts in {"edges": at_edges, "inside": inside}.items():
         values = np.concatenate(parts)
+        if not values.size:
+            raise DataError("--store: a patch is as wide as the map; there is no seam")
         row[f"{name}_largest"] = float(values.max())
         row[f"{name}_typical"] = float(np.sqrt((values**2).mean()))
     return row

@@ -18,6 +18,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from checkpoints import CheckpointError
 from command_line import call_at, make_location, run
 from evaluation import BASELINE, fills
 from maps import MapDataset, MapFiller, load_model, make_maps
@@ -25,7 +26,7 @@ from options import add_store_options, check_store, refuse
 from records import RESULTS, save_rows
 from store import FieldReader, Location
 
-# Boxes: south, north, west, east. What land lies in them counts, too.
+# Boxes: south, north, west, east. The land in them counts, too.
 BASINS = {
     "North Pacific": (20, 60, 120, 240),
     "North Atlantic": (20, 60, 280, 360),
@@ -182,11 +183,11 @@ def parse_study(summary: str, argv: list[str] | None) -> argparse.Namespace:
     """The options of a study of a checkpoint; exits with code 2 if one is wrong."""
     parser = argparse.ArgumentParser(description=summary)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="of train.py")
+    add("checkpoint", type=Path, help="one that train.py wrote")
     add_store_options(add)
     times = "dates or years; if not given, those of the run's test"
     add("--times", nargs=2, metavar=("FIRST", "LAST"), help=times)
-    add("--draws", type=int, default=4, help="of swaths, for each map")
+    add("--draws", type=int, default=4, help="how often swaths are drawn for a map")
     add("--save-results", action="store_true", help="write results/")
     args = parser.parse_args(argv)
     check_store(args.store, None, args.endpoint, args.region)
@@ -213,6 +214,9 @@ def make_draws(
 def study(args: argparse.Namespace, location: Location) -> list[dict]:
     """A row for each basin and season."""
     model, draws = make_draws(args, location, OVERLAP)
+    if len(model.hparams.units) > 1:
+        reason = f"variables in {' and '.join(model.hparams.units)} have no common RMSE"
+        raise CheckpointError(f"{reason}; give one of variables in one unit")
     fields = draws[0].reader.open()
     latitude = fields.latitude.values
     errors = measure(model, draws, latitude)

@@ -156,7 +156,8 @@ def run_from(
     """
     began = perf_counter()
     data = make_data(options, location, start)
-    record = make_record(asdict(options), data.reader, data.blocks.dataset.period)
+    training = data.blocks.dataset.period
+    record = make_record(asdict(options), data.reader, training, start)
     if start.record:
         check_record(start.record, record)
     model = make_model(options, data)

@@ -200,20 +200,20 @@ def _limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def _kill_between_map_and_flags(number: int) -> None:
-    """Kill this process when map `number`, counted from 0, is written and does not count as done yet."""
+def _between_map_and_flags(action, number: int) -> None:
+    """Call `action()` when map `number`, counted from 0, is written and does not count as done yet."""
     import xarray as xr
 
     write, calls = xr.Dataset.to_zarr, []
 
-    def write_or_kill(self, *given, **named):
+    def write_and_count(self, *given, **named):
         if list(self.data_vars) == ["filled"]:
             if len(calls) == number:
-                _kill_self()
+                action()
             calls.append(1)
         return write(self, *given, **named)
 
-    xr.Dataset.to_zarr = write_or_kill
+    xr.Dataset.to_zarr = write_and_count
 
 
 def _use_double_precision(wanted: bool) -> None:
@@ -230,7 +230,8 @@ FAULTS = {
     "double_precision": _use_double_precision,
     "kill_in_backward": partial(_in_backward, _kill_self),
     "kill_with_checkpoints": _kill_with_checkpoints,
-    "kill_between_map_and_flags": _kill_between_map_and_flags,
+    "kill_between_map_and_flags": partial(_between_map_and_flags, _kill_self),
+    "terminate_between_map_and_flags": partial(_between_map_and_flags, _terminate_self),
     "kill_in_write": partial(_in_write, _kill_self),
     "limit_files": _limit_files,
     "spoil_gradient": _spoil_gradient,

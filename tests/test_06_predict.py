@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,12 +176,17 @@ def test_the_metadata_are_those_of_cf_and_netcdf_has_the_same_values(
                 assert dataset[name].dtype == np.float32
                 assert dataset[name].attrs["units"] == "m s**-1"
                 assert dataset[name].attrs["ancillary_variables"] == "filled"
+    before = output.read_bytes()
+    predict.main([*map(str, flags), "--output", str(output)])  # finished: nothing to do
     with pytest.raises(SystemExit) as error:
-        predict.main([*map(str, flags), "--output", str(output)])
+        predict.main([*map(str, flags), "--seed", "1", "--output", str(output)])
     assert error.value.code == 2
+    assert contents(tmp_path) == {output: before}
 
 
-def test_what_the_store_lacks_is_filled(store: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_what_the_store_lacks_is_filled(
+    store: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The climatology comes from the training's store, for the one with gaps has only the test's times."""
     import predict
 
@@ -192,11 +198,8 @@ def test_what_the_store_lacks_is_filled(store: Path, checkpoint: Path, tmp_path:
     gappy, output = tmp_path / "gappy.zarr", tmp_path / "filled.zarr"
     fields.to_zarr(gappy, encoding={name: {"chunks": (1, 37, 72)} for name in NAMES})
     flags = [str(checkpoint), "--store", str(gappy), "--gaps", "missing", "--overlap", "8"]
-    with pytest.raises(SystemExit) as error:
-        predict.main([*flags, "--output", str(output)])
-    assert error.value.code == 2
-    assert not output.exists()
-
+    line = refusal([*flags, "--output", output], capsys)
+    assert "no times of the training, 1982 to 1989" in line and "--training-store" in line
     predict.main([*flags, "--training-store", str(store), "--output", str(output)])
     filled = xr.open_zarr(output).load()
     np.testing.assert_array_equal(filled.filled.values == 1, gaps)
@@ -214,6 +217,7 @@ def test_killed_and_started_again_it_writes_the_same_bytes(
 ) -> None:
     """Nor is a map filled again that was there."""
     flags = [*flags, "--output", tmp_path / "filled.zarr"]
+    (tmp_path / "filled.zarr.part").mkdir()  # of a run that was killed before it had a store
     killed = programs.run(SCRIPT, *flags, kill_between_map_and_flags=number)
     assert killed.code == -9, killed.err
     (tmp_path / "filled.zarr" / NAMES[0] / "c" / "0.0123abc.partial").write_text("torn")
@@ -225,8 +229,25 @@ def test_killed_and_started_again_it_writes_the_same_bytes(
 
 
 def test_two_devices_write_the_bytes_of_one(whole: Path, flags: list, tmp_path: Path) -> None:
-    done = programs.run_ranks(SCRIPT, 2, *flags, "--output", tmp_path / "filled.zarr")
+    """Each fills its own maps: those of a rank that is killed are missing, and are all that is filled then."""
+    output = tmp_path / "filled.zarr"
+    flags = [*flags, "--output", output]
+    planted = {1: {"kill_between_map_and_flags": 2}}
+    done = programs.run_ranks(SCRIPT, 2, *flags, planted=planted)
+    assert [one.code for one in done] == [2, -9], programs.printed(done)
+    assert sorted(path.name for path in output.glob("filled/c/*")) == ["0", "1", "2", "3", "4", "6"]
+    # One map is left for two ranks.
+    done = programs.run_ranks(SCRIPT, 2, *flags)
     assert [one.code for one in done] == [0, 0], programs.printed(done)
+    assert same_files(output, whole)
+
+
+@pytest.mark.thorough
+def test_told_to_stop_it_ends_and_goes_on(whole: Path, flags: list, tmp_path: Path) -> None:
+    flags = [*flags, "--output", tmp_path / "filled.zarr"]
+    done = programs.run(SCRIPT, *flags, terminate_between_map_and_flags=2)
+    assert done.code == -signal.SIGTERM, done.err
+    programs.require_success(SCRIPT, *flags)
     assert same_files(tmp_path / "filled.zarr", whole)
 
 
@@ -258,7 +279,7 @@ def test_other_units_and_another_grid_are_refused(
     store: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = xr.open_zarr(store)[NAMES].drop_encoding()
-    output = ["--output", tmp_path / "filled.zarr"]
+    output = ["--overlap", 4, "--output", tmp_path / "filled.zarr"]
     knots = fields.copy()
     knots[NAMES[0]] = fields[NAMES[0]].assign_attrs(units="knots")
     knots.to_zarr(tmp_path / "knots.zarr")
@@ -269,13 +290,37 @@ def test_other_units_and_another_grid_are_refused(
     assert "latitude differs" in refusal(flags, capsys)
 
 
+def test_the_climatology_of_other_data_and_values_that_are_missing_are_refused(
+    store: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, output = tmp_path / "other.zarr", ["--overlap", 4, "--output", tmp_path / "filled.zarr"]
+    shutil.copytree(store, other)
+    change_value(other, time=0, value=99.0)
+    assert "hold other data than" in refusal([checkpoint, "--store", other, *output], capsys)
+    flags = [checkpoint, "--store", store, "--training-store", other, *output]
+    assert f"--training-store {other}: " in refusal(flags, capsys)
+
+    gappy = tmp_path / "gappy.zarr"
+    shutil.copytree(store, gappy)
+    change_value(gappy, time=-1, value=np.nan)
+    line = refusal([checkpoint, "--store", gappy, *output], capsys)
+    assert "NaN on 1992-" in line and "--gaps missing" in line
+
+
+def change_value(store: Path, time: int, value: float) -> None:
+    """Write another value into one cell of one map."""
+    fields = xr.open_zarr(store)[NAMES].isel(time=[time]).load()
+    fields[NAMES[0]][0, 5, 5] = value
+    fields.drop_vars(["latitude", "longitude"]).drop_attrs().to_zarr(store, region="auto")
+
+
 def test_bad_flags_and_files_are_refused_and_nothing_is_overwritten(
     whole: Path, flags: list, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = ["--output", tmp_path / "filled.zarr"]
     shutil.copytree(whole, tmp_path / "filled.zarr")
     before = contents(tmp_path)
-    assert "not begun by this command" in refusal([*flags, "--seed", 1, *output], capsys)
+    assert "not written by this command" in refusal([*flags, "--seed", 1, *output], capsys)
     assert "--overlap 9" in refusal([*flags, "--overlap", 9, *output], capsys)
     assert "--overlap -1" in refusal([*flags, "--overlap", -1, *output], capsys)
     assert "ends in .zarr or .nc" in refusal([*flags, "--output", tmp_path / "a.grib"], capsys)
@@ -283,6 +328,12 @@ def test_bad_flags_and_files_are_refused_and_nothing_is_overwritten(
     garbage = tmp_path / "garbage.ckpt"
     garbage.write_bytes(b"no zip")
     before |= {garbage: b"no zip"}
+    flipped = tmp_path / "flipped.ckpt"
+    content = bytearray(flags[0].read_bytes())
+    content[len(content) // 2] ^= 1
+    flipped.write_bytes(content)
+    before |= {flipped: bytes(content)}
+    assert "has other bytes" in refusal([flipped, "--store", store, *output], capsys)
     assert "garbage.ckpt: is no checkpoint" in refusal([garbage, "--store", store, *output], capsys)
     assert "No such file" in refusal([tmp_path / "none.ckpt", "--store", store, *output], capsys)
     assert contents(tmp_path) == before

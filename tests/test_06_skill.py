@@ -146,7 +146,9 @@ def test_a_finished_run_is_kept_and_an_unfinished_one_refused(
     shutil.copy(CHAPTER / "results/final.ckpt", run / "checkpoints/step_00005000.ckpt")
     metrics = {"steps": 5000, "rmse": {"U-Net": {"m/s": 0.9}, "interpolated anomalies": {"m/s": 1.2}}}
     (run / "summary.json").write_text(json.dumps(metrics))
-    (run / "metrics.csv").write_text("loss,rmse (m/s),step\n0.5,,8\n,1.25,9\n0.4,,18\n,1.125,19\n")
+    (run / "metrics.csv").write_text("loss,rmse (m/s),step\n0.5,,8\n,1.25,9\n0.4,,18\n,1.5,19\n")
+    (run / "resumed_at_10").mkdir()
+    (run / "resumed_at_10/metrics.csv").write_text("loss,rmse (m/s),step\n,1.125,19\n")
     row = keep_run.main([str(run)])
     assert row["curve"] == [{"step": 10, "rmse (m/s)": 1.25}, {"step": 20, "rmse (m/s)": 1.125}]
     assert "-25.0% against" in capsys.readouterr().out
