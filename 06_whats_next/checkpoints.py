@@ -9,6 +9,7 @@ from io import BytesIO
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import BinaryIO
 
 import obstore
 import torch
@@ -152,18 +153,23 @@ def best_names(checkpoints: Checkpoints) -> list[str]:
 def save_whole(checkpoint: dict, path: Path) -> None:
     """Save a checkpoint and read it back; OSError if the disk has other bytes."""
     with open(path, "wb") as file:
-        try:
-            torch.save(checkpoint, file)
-        except RuntimeError as error:
-            # It closes its zip file even if a write has failed, and then names only that.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
+        write_zip(checkpoint, file)
         file.flush()
         os.fsync(file.fileno())
     damaged = find_damage(path)
     if damaged:
         raise OSError(f"{damaged} reads back as other bytes than those written")
+
+
+def write_zip(checkpoint: dict, file: BinaryIO) -> None:
+    """torch.save, whose error on a full disk is the system's."""
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        # It closes the zip file even after a write has failed, and complains of that.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 def find_damage(file: Path | BytesIO) -> str | None:

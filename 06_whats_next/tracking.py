@@ -96,36 +96,37 @@ class StepTimes(Callback):
 
     def end_window(self, trainer: Trainer, module: LightningModule) -> None:
         """Gather the means of all ranks since the last time, log them and judge them."""
-        batches = len(self.forwards)
-        steps = batches / trainer.accumulate_grad_batches
-        forward = sum(seconds_between(*pair) for pair in self.forwards)
-        self.forwards.clear()
-        sums = [
-            sum(self.clock.waits[-batches:]),
-            forward,
-            sum(self.clock.seconds[-batches:]),
-        ]
-        means = [seconds / steps for seconds in sums]
+        means = self.mean_seconds(trainer.accumulate_grad_batches)
         memory = device_memory_gb(module.device)
-
-        mine = torch.tensor([*means, memory], device=module.device)
-        ranks = trainer.strategy.all_gather(mine).view(trainer.world_size, -1)
-
-        *window, memories = ranks.T.cpu().numpy()
-        window = np.stack(window, axis=1)
+        ranks = self.gather(trainer, [*means, memory])
+        window = ranks[:, : len(COLUMNS)]
         self.windows.append(window)
-        values = name_columns(window)
-        values |= self.totals(window)
-        values["peak_memory_gb"] = memories.max()
+        values = name_columns(window) | self.totals(window)
+        values["peak_memory_gb"] = ranks[:, -1].max()
         # Those that were applied; StepBoundary's norm is taken before they are divided.
         gradients = [weights.grad for weights in module.parameters()]
         values["gradient_norm"] = torch.nn.utils.get_total_norm(gradients)
         module.log_dict(values)
-        if not trainer.is_global_zero:
-            return
         # Ranks whose slices of the batch differ in size differ in time, too.
-        if self.batch_size % trainer.world_size == 0:
+        is_fair = self.batch_size % trainer.world_size == 0
+        if trainer.is_global_zero and is_fair:
             self.tell(judge(list(self.windows)), trainer.global_step)
+
+    def mean_seconds(self, accumulate_grad_batches: int) -> list[float]:
+        """COLUMNS of this rank, on average over the steps since the last time."""
+        batches = len(self.forwards)
+        steps = batches / accumulate_grad_batches
+        forward = sum(seconds_between(*pair) for pair in self.forwards)
+        self.forwards.clear()
+        wait = sum(self.clock.waits[-batches:])
+        total = sum(self.clock.seconds[-batches:])
+        return [wait / steps, forward / steps, total / steps]
+
+    def gather(self, trainer: Trainer, values: list[float]) -> np.ndarray:
+        """The values of all ranks, (ranks, values)."""
+        mine = torch.tensor(values, device=trainer.strategy.root_device)
+        ranks = trainer.strategy.all_gather(mine)
+        return ranks.view(trainer.world_size, -1).cpu().numpy()
 
     def totals(self, window: np.ndarray) -> dict[str, float]:
         """Speed of the whole run, and the share of its time that waits for data."""
