@@ -16,6 +16,12 @@ from stragglers import Verdict
 
 
 @dataclass(frozen=True)
+class Event:
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Chapter:
     """What a run has logged from one start to its end, or to the next start."""
 
@@ -30,11 +36,19 @@ class Chapter:
         steps = [int(row["step"]) for row in chosen]
         return steps, [float(row[name]) for row in chosen]
 
-
-@dataclass(frozen=True)
-class Event:
-    step: int
-    text: str
+    def scores(self) -> list[Event]:
+        """The RMSE on all patches of the validation, where they were looked at."""
+        events = []
+        for row in self.rows:
+            scores = []
+            for name, value in row.items():
+                if name.startswith("full rmse") and value:
+                    unit = name.removeprefix("full rmse ").strip("()")
+                    scores.append(f"{float(value):.3f} {unit}")
+            if scores:
+                text = f"RMSE {', '.join(scores)} on all validation patches"
+                events.append(Event(int(row["step"]) + 1, text))
+        return events
 
 
 def read_chapters(folder: Path) -> list[Chapter]:
@@ -84,29 +98,33 @@ def describe_start(chapter: Chapter, before: Chapter | None) -> str:
 def list_events(folder: Path) -> list[Event]:
     """All that happened, in the order of time."""
     chapters = read_chapters(folder)
-    verdicts = read_verdicts(folder)
-    events = []
-    before = None
+    found: list[list[Event]] = [[] for _ in chapters]
     for number, chapter in enumerate(chapters):
-        events.append(Event(chapter.step, describe_start(chapter, before)))
-        last = number == len(chapters) - 1
-        until = float("inf") if last else chapters[number + 1].step
-        found = []
-        for verdict in verdicts:
-            if chapter.step < verdict["step"] <= until:
-                found.append(Event(verdict["step"], verdict["text"]))
-        for step, rmse in zip(*chapter.column("full rmse (m/s)")):
-            found.append(Event(step + 1, f"RMSE {rmse:.3f} on all validation patches"))
-        events += sorted(found, key=lambda event: event.step)
-        before = chapter
+        found[number] += chapter.scores()
+    for verdict in read_verdicts(folder):
+        step = verdict["step"]
+        # A start drops the verdicts on steps that it takes again, so the last one counts.
+        before = [n for n, chapter in enumerate(chapters) if chapter.step < step]
+        if before:
+            found[before[-1]].append(Event(step, verdict["text"]))
+    events = []
+    for number, chapter in enumerate(chapters):
+        previous = chapters[number - 1] if number else None
+        events.append(Event(chapter.step, describe_start(chapter, previous)))
+        events += sorted(found[number], key=lambda event: event.step)
     summary = folder / "summary.json"
     if summary.exists():
-        metrics = json.loads(summary.read_text())
-        scores = ", ".join(
-            f"{value:.3f} {unit}" for unit, value in metrics["rmse"]["U-Net"].items()
-        )
-        events.append(Event(metrics["steps"], f"finished; RMSE of the test {scores}"))
+        events.append(describe_end(json.loads(summary.read_text())))
     return events
+
+
+def describe_end(metrics: dict) -> Event:
+    """The end of a run, from its summary."""
+    scores = []
+    for unit, rmse in metrics["rmse"]["U-Net"].items():
+        scores.append(f"{rmse:.3f} {unit}")
+    text = f"finished; RMSE of the test {', '.join(scores)}"
+    return Event(metrics["steps"], text)
 
 
 def main(argv: list[str] | None = None) -> list[Event]:

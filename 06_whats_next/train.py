@@ -1,4 +1,4 @@
-"""Chapter 6: fill the wind between a satellite's swaths, in a run that survives.
+"""Chapter 6: fill the wind between a satellite's swaths, in a run that can be left alone.
 
     uv run python train.py --resume auto   # start, or go on from the newest checkpoint
     uv run python train.py --store s3://bucket/winds.zarr --checkpoint-dir s3://bucket/run

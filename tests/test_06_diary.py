@@ -54,7 +54,7 @@ def test_a_killed_run_with_a_bad_loss_and_a_slow_rank_is_told_in_order(tmp_path:
         "went on from step 20 on 2026-01-01 12:00:00; 29 steps that were logged are computed again"
         "; a loss was bad, and batches 48 to 49 are left out",
     ]
-    assert (40, "RMSE 1.250 on all validation patches") in told
+    assert (40, "RMSE 1.250 m/s on all validation patches") in told
     slow = told.index((30, "rank 1 is slow"))
     assert told[slow - 1][1] == starts[2]
     assert told[slow + 1 :] == [(50, "quiet again"), (60, "finished; RMSE of the test 1.200 m/s")]

@@ -20,6 +20,7 @@ NAMES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
 # Of 5 degrees, 37 x 72 cells; seven times are in the test period.
 STORE = "--days 36 --resolution 5 --patch-size 16".split()
 TRAIN = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 2 --shuffle-slots 8".split()
+TRAIN += ["--full-validation-patches", "96"]
 
 
 @pytest.fixture(scope="module", autouse=True)

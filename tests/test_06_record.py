@@ -16,7 +16,7 @@ SCRIPT = "06_whats_next/train.py"
 STORE = "--days 36 --resolution 5 --patch-size 16".split()
 FLAGS = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 3 --shuffle-slots 8 --seed 3".split()
 NAMES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
-FLAGS += "--learning-rate 0.004 --no-count-requests --validate-every 2".split()
+FLAGS += "--learning-rate 0.004 --no-count-requests --validate-every 2 --full-validation-patches 96".split()
 
 
 @pytest.fixture(scope="module", autouse=True)

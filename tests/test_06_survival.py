@@ -34,7 +34,8 @@ CHAPTER, SCRIPT = book.ROOT / "06_whats_next", "06_whats_next/train.py"
 # Of 5 degrees, 37 x 72 cells, in chunks of one time. The training times have every month, two or three times.
 STORE = "--days 36 --resolution 5 --patch-size 16".split()
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 6 --max-steps 12 --validate-every 6".split()
-SMALL += "--checkpoint-every 2 --log-every 1 --shuffle-slots 12 --patches-per-block 2 --resume auto".split()
+SMALL += "--checkpoint-every 2 --log-every 1 --shuffle-slots 12 --patches-per-block 2".split()
+SMALL += "--full-validation-patches 120 --resume auto".split()
 AGAIN = 75  # exit code: run the same command again
 
 thorough = pytest.mark.thorough

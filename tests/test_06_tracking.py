@@ -18,7 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 SCRIPT = "06_whats_next/train.py"
 STORE = "--days 36 --resolution 5 --patch-size 16".split()
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 6 --max-steps 6 --validate-every 6".split()
-SMALL += "--checkpoint-every 2 --log-every 1 --shuffle-slots 12 --patches-per-block 2 --resume auto".split()
+SMALL += "--checkpoint-every 2 --log-every 1 --shuffle-slots 12 --patches-per-block 2".split()
+SMALL += "--full-validation-patches 96 --resume auto".split()
 LONG = ["--max-steps", 24, "--validate-every", 24, "--checkpoint-every", 24]  # enough windows for a verdict
 
 thorough = pytest.mark.thorough
