@@ -338,8 +338,10 @@ def what_changes_table(old: str, new: str, reasons: dict[str, str]) -> str:
     return _markdown_table(["Definition", "What", "Why"], rows)
 
 
-def files_table(old: str, new: str, reasons: dict[str, str]) -> str:
+def files_table(old: str, new: str, reasons: dict[str, str], carried: bool = True) -> str:
     """The table of the Python files in a chapter's folder: new, changed, or carried from the old folder.
+
+    If `carried` is False, the carried ones are left out.
 
     `reasons` must name each new or changed file, and may name carried ones. Its order is that of the rows,
     and the files that it does not name come last. A file that only the old folder has is not listed.
@@ -361,6 +363,8 @@ def files_table(old: str, new: str, reasons: dict[str, str]) -> str:
     if wrong:
         raise ValueError(f"{old} -> {new}: {'; '.join(wrong)}")
     order = [*reasons, *(name for name in paths if name not in reasons)]
+    if not carried:
+        order = [name for name in order if kinds[name] != "carried"]
     rows = [[f"[`{name}`]({_target(paths[name])})", kinds[name], reasons.get(name, "")] for name in order]
     return _markdown_table(["File", "What", "Why"], rows)
 
@@ -417,14 +421,18 @@ def table(rows: list[dict], columns: dict[str, str | Callable[[dict], object]]) 
     return _markdown_table(list(columns), cells)
 
 
-def measured(results: dict) -> str:
-    """One sentence: the command, the machine, the versions and the date behind some results."""
+def measured(results: dict, list_versions: bool = True) -> str:
+    """One sentence: the command, the machine, the versions and the date behind some results.
+
+    A page that has named the versions before may leave them out.
+    """
     machine = results["machine"]
     cores = f"{machine['cores']} core{'' if machine['cores'] == 1 else 's'}"
     spelt = {"python": "Python"}
     versions = [f"{spelt.get(name, name)} {number}" for name, number in results["versions"].items()]
     where = f"{cores} of {machine['cpu']}, {machine['memory_gb']:g} GB, {machine['gpu'] or 'no GPU'}"
-    return f"Measured with `{results['command']}` on {where}; {', '.join(versions)}; {results['date']}."
+    numbers = f"; {', '.join(versions)}" if list_versions else ""
+    return f"Measured with `{results['command']}` on {where}{numbers}; {results['date']}."
 
 
 # ---------------------------------------------------------------------------------------- notebooks
