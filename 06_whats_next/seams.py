@@ -19,7 +19,7 @@ from skill import make_draws, parse_study, predict_map
 from store import Location
 from tiles import Tiling
 
-OVERLAPS = (0, 4, 8, 16, 32)
+OVERLAPS = (0, 4, 8, 16, 32)  # and --overlap
 KINDS = ("largest", "typical")
 WHERE = ("edges", "inside")
 
@@ -64,7 +64,7 @@ def study(args: argparse.Namespace, location: Location) -> list[dict]:
     print("overlap  patches  largest jump at edges, inside  typical at edges, inside")
     _, record = load_model(args.checkpoint)
     largest = record["options"]["patch_size"] // 2
-    for overlap in OVERLAPS:
+    for overlap in sorted({*OVERLAPS, args.overlap}):
         if overlap > largest:
             break
         model, draws = make_draws(args, location, overlap)

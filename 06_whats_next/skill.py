@@ -39,7 +39,6 @@ BASINS = {
 SEASONS = {"DJF": (11, 0, 1), "MAM": (2, 3, 4), "JJA": (5, 6, 7), "SON": (8, 9, 10)}
 NETWORK = "U-Net"
 FILLS = ("climatology", "nearest neighbour", "linear interpolation", BASELINE, NETWORK)
-OVERLAP = 16  # of patches, as in predict.py
 # The colours that the book has for these fills, and a shape for each.
 STYLES = {
     "climatology": {"color": "0.6", "marker": "s", "linestyle": ""},
@@ -187,12 +186,14 @@ def parse_study(summary: str, argv: list[str] | None) -> argparse.Namespace:
     add_store_options(add)
     times = "dates or years; if not given, those of the run's test"
     add("--times", nargs=2, metavar=("FIRST", "LAST"), help=times)
+    add("--overlap", type=int, default=16, help="cells that neighbouring patches share")
     add("--draws", type=int, default=4, help="how often swaths are drawn for a map")
     add("--save-results", action="store_true", help="write results/")
     args = parser.parse_args(argv)
     check_store(args.store, None, args.endpoint, args.region)
-    if args.draws < 1:
-        refuse(f"--draws {args.draws}: give at least 1")
+    for name, least in {"draws": 1, "overlap": 0}.items():
+        if getattr(args, name) < least:
+            refuse(f"--{name} {getattr(args, name)}: give at least {least}")
     args.command = shlex.join(sys.argv[1:] if argv is None else argv)
     return args
 
@@ -213,7 +214,7 @@ def make_draws(
 
 def study(args: argparse.Namespace, location: Location) -> list[dict]:
     """A row for each basin and season."""
-    model, draws = make_draws(args, location, OVERLAP)
+    model, draws = make_draws(args, location, args.overlap)
     if len(model.hparams.units) > 1:
         reason = f"variables in {' and '.join(model.hparams.units)} have no common RMSE"
         raise CheckpointError(f"{reason}; give one of variables in one unit")
