@@ -338,10 +338,12 @@ def what_changes_table(old: str, new: str, reasons: dict[str, str]) -> str:
     return _markdown_table(["Definition", "What", "Why"], rows)
 
 
-def files_table(old: str, new: str, reasons: dict[str, str], carried: bool = True) -> str:
+def files_table(
+    old: str, new: str, reasons: dict[str, str], carried: bool = True, left_out: tuple[str, ...] = ()
+) -> str:
     """The table of the Python files in a chapter's folder: new, changed, or carried from the old folder.
 
-    If `carried` is False, the carried ones are left out.
+    If `carried` is False, the carried ones are left out, and so are those that the page names elsewhere.
 
     `reasons` must name each new or changed file, and may name carried ones. Its order is that of the rows,
     and the files that it does not name come last. A file that only the old folder has is not listed.
@@ -357,12 +359,13 @@ def files_table(old: str, new: str, reasons: dict[str, str], carried: bool = Tru
         else:
             kinds[name] = "changed"
 
+    kinds = {name: kind for name, kind in kinds.items() if name not in left_out}
     unexplained = [name for name, kind in kinds.items() if kind != "carried" and name not in reasons]
     wrong = [f"no reason for {name} ({kinds[name]})" for name in unexplained]
-    wrong += [f"there is no {name}" for name in reasons if name not in paths]
+    wrong += [f"there is no {name}" for name in (*reasons, *left_out) if name not in paths]
     if wrong:
         raise ValueError(f"{old} -> {new}: {'; '.join(wrong)}")
-    order = [*reasons, *(name for name in paths if name not in reasons)]
+    order = [*reasons, *(name for name in kinds if name not in reasons)]
     if not carried:
         order = [name for name in order if kinds[name] != "carried"]
     rows = [[f"[`{name}`]({_target(paths[name])})", kinds[name], reasons.get(name, "")] for name in order]
