@@ -1,4 +1,4 @@
-"""What a run writes down about itself: its loggers, and the times of each rank."""
+"""What a run writes down about itself: loggers, the times of each rank, its summary."""
 
 import inspect
 import json
@@ -15,7 +15,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, loggers
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 
+import evaluation
 from checkpoints import print_note
+from data import PatchDataset
 from evaluation import StepClock, peak_memory_gb
 from stragglers import COLUMNS, Verdict, judge, windows_to_judge
 
@@ -199,3 +201,18 @@ def make_loggers(
         given |= dict.fromkeys(places, folder)
         made.append(kind(**given))
     return made
+
+
+def draw_and_report(
+    metrics: dict,
+    folder: str,
+    test_times: list[str],
+    test: PatchDataset,
+    model: LightningModule,
+) -> None:
+    """Draw an example, and save and print the summary."""
+    picture = Path(folder) / "fill.png"
+    figure = evaluation.plot_example(test, model.hparams.units, model.model)
+    figure.savefig(picture)
+    (Path(folder) / "summary.json").write_text(json.dumps(metrics, indent=2))
+    evaluation.print_summary(metrics, test_times, picture)

@@ -12,7 +12,6 @@ Exit codes: 0, finished. 2, something to mend. 75, stopped with a checkpoint: ru
 """
 
 import gc
-import json
 import sys
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -42,7 +41,7 @@ from recovery import BadLoss, LossHistory, SkippingOrder
 from resume import Start, delete_later, find_start, refuse_later, skip_batches
 from run_record import RunRecord, check_record, make_record, write_record
 from store import FieldReader, Location, RequestCounter
-from tracking import LossBar, StepTimes, make_loggers
+from tracking import LossBar, StepTimes, draw_and_report, make_loggers
 from validation import BestCheckpoint
 from wind_blocks import WindBlocks
 
@@ -202,23 +201,11 @@ def run_from(
     rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
     metrics["rmse"] = rmse
     metrics["seconds"] = perf_counter() - began
-    draw_and_report(metrics, options, data.test, model)
+    draw_and_report(metrics, options.output_dir, options.test_times, data.test, model)
     if writer.failure:
         print_note(f"the last checkpoint is not there: {writer.failure}")
         raise Stopped(EXIT_LOST)
     return metrics
-
-
-def draw_and_report(
-    metrics: dict, options: Options, test: PatchDataset, model: FillGaps
-) -> None:
-    """Draw an example, and save and print the summary."""
-    folder = Path(options.output_dir)
-    picture = folder / "fill.png"
-    figure = evaluation.plot_example(test, model.hparams.units, model.model)
-    figure.savefig(picture)
-    (folder / "summary.json").write_text(json.dumps(metrics, indent=2))
-    evaluation.print_summary(metrics, options.test_times, picture)
 
 
 @record  # torchrun then reports the first error of all ranks
