@@ -91,7 +91,8 @@ def describe_start(chapter: Chapter, before: Chapter | None) -> str:
         text += f"; {max(0, again)} steps that were logged are computed again"
     new = chapter.skipped[len(before.skipped) :]
     for first, stop in new:
-        text += f"; a loss was bad, and batches {first} to {stop - 1} are left out"
+        last = f" to {stop - 1}" if stop - first > 1 else ""
+        text += f"; a loss was bad, and the run leaves out batch {first}{last}"
     return text
 
 

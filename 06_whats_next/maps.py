@@ -161,7 +161,13 @@ def make_maps(
     of this seed leave out. DataError if the store has other units or another grid.
     """
     options = record["options"]
-    fields = reader.open()
+    try:
+        fields = reader.open()
+    except DataError as error:
+        if not str(error).startswith("--variables"):
+            raise
+        needed = ", ".join(options["variables"])
+        raise DataError(f"--store: the checkpoint needs {needed}; {error}") from error
     units = group_by_unit(fields, options["variables"])
     if units != model.hparams.units:
         reason = f"its units are {list(units)}, and not {list(model.hparams.units)}"

@@ -1,7 +1,7 @@
 """What a run was made of: options, code, data, packages and machine, in each checkpoint.
 
-    uv run python run_record.py outputs/train/record.json          # or a checkpoint
-    uv run python run_record.py outputs/train/record.json OTHER    # how two runs differ
+    uv run python run_record.py outputs/train                      # or a checkpoint
+    uv run python run_record.py outputs/train OTHER                # how two runs differ
     uv run python run_record.py CKPT --save-options options.json   # for train.py --config
 
 With one record, you should see what it holds, and what would differ if it was run here.
@@ -10,6 +10,7 @@ With one record, you should see what it holds, and what would differ if it was r
 import argparse
 import json
 import shlex
+import signal
 import subprocess
 from datetime import datetime
 from hashlib import sha256
@@ -207,6 +208,8 @@ def write_json(path: Path, content: dict) -> None:
 def read_record(path: Path) -> Record:
     """The record in a file of its own or in a checkpoint; exits with code 2 without one."""
     remedy = "give record.json, or a checkpoint of this chapter"
+    if path.is_dir():
+        path = path / "record.json"
     try:
         if path.suffix == ".json":
             record = json.loads(path.read_text())
@@ -235,7 +238,7 @@ def main(argv: list[str] | None = None) -> list[str]:
     """Print a record and return how it differs from another, or from here."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("record", type=Path, help="record.json of a run, or one of its checkpoints")
+    add("record", type=Path, help="a run's folder, its record.json, or a checkpoint")
     add("other", type=Path, nargs="?", help="to compare with; if not given, here")
     add("--save-options", type=Path, metavar="FILE", help="for train.py --config")
     args = parser.parse_args(argv)
@@ -259,4 +262,6 @@ def main(argv: list[str] | None = None) -> list[str]:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # end without a word when piped into head
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()

@@ -52,7 +52,7 @@ def test_a_killed_run_with_a_bad_loss_and_a_slow_rank_is_told_in_order(tmp_path:
         "started on 2026-01-01 10:00:00",
         "went on from step 40 on 2026-01-01 11:00:00; 7 steps that were logged are computed again",
         "went on from step 20 on 2026-01-01 12:00:00; 29 steps that were logged are computed again"
-        "; a loss was bad, and batches 48 to 49 are left out",
+        "; a loss was bad, and the run leaves out batch 48 to 49",
     ]
     assert (40, "RMSE 1.250 m/s on all validation patches") in told
     slow = told.index((30, "rank 1 is slow"))
@@ -77,7 +77,7 @@ def require_three_faults(texts: list[str]) -> None:
     """A diary that names the kill, the bad loss and the slow rank, and says when it was over."""
     starts = [text for text in texts if text.startswith("went on from step")]
     assert len(starts) == 2
-    assert "batches 57 to 57 are left out" in starts[1] and "left out" not in starts[0]
+    assert starts[1].endswith("leaves out batch 57") and "leaves out" not in starts[0]
     slow = [number for number, text in enumerate(texts) if "rank 1 computes its forward pass" in text]
     assert len(slow) == 1
     assert any("no rank is slower" in text for text in texts[slow[0] :])
