@@ -162,7 +162,7 @@ def test_each_node_starts_train_py_with_its_rank_and_the_place_to_meet(starter, 
     flags = parse(given[5:])
     assert (flags.devices, flags.num_nodes) == (8, 2)
     options.set_slots(flags)  # exits if the batch is too small for the ranks
-    options.check_store(flags.store, flags.checkpoint_dir, None)
+    options.check_store(flags.store, flags.checkpoint_dir, None, None)
     reserved = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}  # with these Lightning would start no processes itself
     assert not reserved & environment.keys()
 
