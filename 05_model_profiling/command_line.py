@@ -13,8 +13,8 @@ from torch import distributed
 
 from checkpoints import CheckpointError
 from demo_store import serve_demo_store
-from errors import DataError, first_line
-from options import Options, parse_options, refuse
+from errors import DataError, first_line, refuse
+from options import Options, parse_options
 from store import Location
 
 Result = TypeVar("Result")

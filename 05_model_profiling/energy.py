@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from errors import refuse
 from fixes import milestones
-from options import refuse
 from records import parse_studies, save_rows, spread
 from step import Step, make_batch, run_steps
 

@@ -1,5 +1,10 @@
 """The error that every room may raise, and the line that says what went wrong."""
 
+import argparse
+
+# Says what to mend, and exits with code 2.
+refuse = argparse.ArgumentParser(usage=argparse.SUPPRESS).error
+
 
 class DataError(Exception):
     """What is wrong with the data, and what to do about it, in one line."""

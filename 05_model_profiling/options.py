@@ -13,15 +13,14 @@ from urllib.parse import urlsplit
 
 import torch
 
+from errors import refuse
+
 # What you change for data of your own, here or by flags.
 VARIABLES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
 TRAIN_TIMES = ["1982", "1989"]
 VALIDATION_TIMES = ["1990", "1990"]
 TEST_TIMES = ["1991", "1992"]
 OUTPUTS = Path(__file__).parent / "outputs/train"
-
-# Says what to mend, and exits with code 2.
-refuse = argparse.ArgumentParser(usage=argparse.SUPPRESS).error
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 from torch.utils.data import DataLoader, IterableDataset
 
+from errors import refuse
 from model import Batch, FillGaps, GroupNorm, masked_sums
-from options import check_folder, has_bf16, refuse
+from options import check_folder, has_bf16
 from profiler import HERE, STEPS, Profile, profile_training
 from records import RESULTS, save_rows
 from step import make_batch

@@ -17,8 +17,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from errors import first_line
-from options import refuse
+from errors import first_line, refuse
 
 DATA = "waiting for data"
 TRANSFER = "copy to the device"

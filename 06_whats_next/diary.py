@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from options import refuse
+from errors import refuse
 from stragglers import Verdict
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 
 from checkpoints import CheckpointError, step_name
-from errors import first_line
+from errors import first_line, refuse
 from evaluation import BASELINE
 from maps import load_model
-from options import refuse
 from records import RESULTS, save_rows
 from run_record import RunRecord, command_of
 

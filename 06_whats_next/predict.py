@@ -21,18 +21,12 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader
 
+from checks import check_folder, check_store, set_devices
 from command_line import call_at, make_location, run
-from errors import DataError
+from errors import DataError, refuse
 from map_store import FILLED, NO_VALUE, OBSERVED, MapStore, require, write_netcdf
 from maps import MapDataset, load_model, make_maps
-from options import (
-    add_device_options,
-    add_store_options,
-    check_folder,
-    check_store,
-    refuse,
-    set_devices,
-)
+from options import add_device_options, add_store_options
 from run_record import sha256_of_values
 from store import FieldReader, Location
 

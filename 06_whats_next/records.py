@@ -12,7 +12,7 @@ from statistics import median
 import psutil
 import torch
 
-from options import refuse
+from errors import refuse
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "lightning", "xarray", "zarr", "obstore")

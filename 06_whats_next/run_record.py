@@ -22,9 +22,11 @@ import zarr
 from lightning.pytorch import Callback
 
 from checkpoints import CheckpointError, print_note
+from checks import check_folder
+from errors import refuse
 from evaluation import EVAL_SEED
 from fields import DIMENSIONS, Period
-from options import check_folder, make_parser, refuse
+from options import make_parser
 from records import describe_machine, list_versions
 from resume import Start
 from store import FieldReader

@@ -7,15 +7,14 @@ overlap, and as large with it.
 """
 
 import argparse
-from functools import partial
 
 import numpy as np
 
-from command_line import call_at, make_location, run
+from command_line import run
 from errors import DataError
 from maps import MapDataset, MapFiller, load_model
 from records import save_rows
-from skill import make_draws, parse_study, predict_map
+from skill import call_study, make_draws, predict_map
 from store import Location
 from tiles import Tiling
 
@@ -78,10 +77,8 @@ def study(args: argparse.Namespace, location: Location) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Look for seams on the store that is named, or on a small one."""
-    args = parse_study(__doc__.splitlines()[0], argv)
-    name = f"checkpoint {args.checkpoint}"
-    return call_at(partial(study, args), make_location(args), name)
+    """Look for seams in a checkpoint's maps."""
+    return call_study(study, __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ You should see its RMSE beside those of four fills without a network.
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from checkpoints import CheckpointError
+from checks import check_store
 from command_line import call_at, make_location, run
+from errors import refuse
 from evaluation import BASELINE, fills
 from maps import MapDataset, MapFiller, load_model, make_maps
-from options import add_store_options, check_store, refuse
+from options import add_store_options
 from records import RESULTS, save_rows
 from store import FieldReader, Location
 
@@ -229,11 +231,20 @@ def study(args: argparse.Namespace, location: Location) -> list[dict]:
     return rows
 
 
-def main(argv: list[str] | None = None) -> list[dict]:
-    """Judge a checkpoint on the store that is named, or on a small one."""
-    args = parse_study(__doc__.splitlines()[0], argv)
+def call_study(
+    study: Callable[[argparse.Namespace, Location], list[dict]],
+    summary: str,
+    argv: list[str] | None,
+) -> list[dict]:
+    """Call a study of a checkpoint on the store that is named, or on a small one."""
+    args = parse_study(summary, argv)
     name = f"checkpoint {args.checkpoint}"
     return call_at(partial(study, args), make_location(args), name)
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    """Judge a checkpoint by basin and season."""
+    return call_study(study, __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":

@@ -46,23 +46,25 @@ class BestCheckpoint(Callback):
         if few > self.best_of_few:
             return
         self.best_of_few = few
-        rmse = self.validate_in_full(trainer, module)
+        rmse = measure_rmse(trainer, module, self.full)
+        logged = {f"full rmse ({unit})": value for unit, value in rmse.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(rmse, step=trainer.global_step - 1)
+            logger.log_metrics(logged, step=trainer.global_step - 1)
         if trainer.is_global_zero:
             score = math.prod(rmse.values())
             self.writer.keep_if_best(trainer.global_step, score)
 
-    def validate_in_full(
-        self, trainer: Trainer, module: LightningModule
-    ) -> dict[str, float]:
-        """The RMSE on all patches, in each unit. Each rank takes its share of them."""
-        for batch in trainer.datamodule.eval_loader(self.full):
-            batch = trainer.strategy.batch_to_device(batch)
-            with torch.no_grad(), trainer.precision_plugin.val_step_context():
-                module.validation_step(batch, 0)
-        rmse = {}
-        for mean_square, unit in zip(module.mean_squares, module.hparams.units):
-            rmse[f"full rmse ({unit})"] = mean_square.compute().sqrt().item()
-            mean_square.reset()
-        return rmse
+
+def measure_rmse(
+    trainer: Trainer, module: LightningModule, patches: PatchDataset
+) -> dict[str, float]:
+    """The RMSE on all patches, in each unit. Each rank takes its share of them."""
+    for batch in trainer.datamodule.eval_loader(patches):
+        batch = trainer.strategy.batch_to_device(batch)
+        with torch.no_grad(), trainer.precision_plugin.val_step_context():
+            module.validation_step(batch, 0)
+    rmse = {}
+    for mean_square, unit in zip(module.mean_squares, module.hparams.units):
+        rmse[unit] = mean_square.compute().sqrt().item()
+        mean_square.reset()
+    return rmse

@@ -2,16 +2,22 @@
 
 import os
 import re
+import shlex
+import shutil
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 
 pytest.register_assert_rewrite("programs", "runs")  # their assertions, too, show what they compared
 import programs  # noqa: E402
+from runs import load  # noqa: E402
 
 # What a launcher or a scheduler has set would be taken for a place among other ranks, and torchrun.sh and
 # torch have settings of their own.
@@ -55,3 +61,33 @@ def no_process_outlives_its_test():
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, timeout=10)
+
+
+# Of 5 degrees, 37 x 72 cells, in chunks of one time. The training times have every month, two or three times.
+SMALL_STORE = "--days 36 --resolution 5 --patch-size 16".split()
+
+
+@pytest.fixture(scope="session")
+def make_small_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Call it with a folder, and flags of make_store.py: a small store of the winds is put there.
+
+    Each kind of store is made once for all processes of the suite, and copied.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    shared /= "small_stores"
+    shared.mkdir(exist_ok=True)
+
+    def make(target: Path, flags: str = "") -> Path:
+        kind = shared / (re.sub(r"\W+", "_", flags) or "plain")
+        with FileLock(shared / "lock"):
+            if not kind.exists():
+                script = load("03_cloud_data/make_store.py", "make_store_for_all")
+                script.HERE = shared  # files that stay apart from a reader's
+                begun = kind.with_suffix(".begun")
+                script.main([*SMALL_STORE, *shlex.split(flags), "--store", str(begun)])
+                begun.rename(kind)
+        return shutil.copytree(kind, target)
+
+    return make

@@ -13,6 +13,13 @@ def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _eval_samples(number: int) -> None:
+    """Judge a run of a chapter of rooms by so many patches instead of 96: no fault, but quicker."""
+    import evaluation
+
+    evaluation.EVAL_SAMPLES = number
+
+
 def _stall() -> None:
     print("stalled", file=sys.stderr, flush=True)
     time.sleep(1e6)
@@ -227,6 +234,7 @@ def _use_double_precision(wanted: bool) -> None:
 
 
 FAULTS = {
+    "eval_samples": _eval_samples,
     "double_precision": _use_double_precision,
     "kill_in_backward": partial(_in_backward, _kill_self),
     "kill_with_checkpoints": _kill_with_checkpoints,

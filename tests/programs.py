@@ -27,6 +27,17 @@ HEAVY = (
 CONTEXT.set_forkserver_preload([*HEAVY.split(), "matplotlib.figure", "matplotlib.backends.backend_agg"])
 
 
+PLANTED: dict[str, float] = {}  # in each program, besides its own
+
+
+@contextmanager
+def planted_in_all(**faults: float):
+    """Plant these faults in each program that starts within the block."""
+    PLANTED.update(faults)
+    yield
+    PLANTED.clear()
+
+
 @dataclass
 class Run:
     """How a program ended: its exit code (negative: the signal that killed it) and what it printed."""
@@ -54,7 +65,7 @@ class Program:
     def __init__(self, script: str | Path, *argv: object, environment: dict | None = None, **planted: float):
         flags = [str(flag) for flag in argv]
         self.name, self.output = f"{script} {' '.join(flags)}", tempfile.TemporaryDirectory()
-        arguments = (str(ROOT / script), flags, self.output.name, planted, environment or {})
+        arguments = (str(ROOT / script), flags, self.output.name, PLANTED | planted, environment or {})
         self.process = CONTEXT.Process(target=_child, args=arguments)
         self.process.start()
 

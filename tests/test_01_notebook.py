@@ -6,7 +6,9 @@ import book
 
 
 def test_the_notebook_runs_with_reduced_settings(tmp_path: Path) -> None:
-    notebook = book.execute(book.clone(tmp_path) / "01_setup/notebook.ipynb", {"MAX_STEPS": 4})
+    chapter = book.clone(tmp_path) / "01_setup"
+    book.judge_by_few(chapter / "train.py", chapter / "train_by_hand.py")
+    notebook = book.execute(chapter / "notebook.ipynb", {"MAX_STEPS": 4})
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 8
     printed = "".join(output.get("text", "") for output in outputs)

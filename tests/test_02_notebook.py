@@ -12,6 +12,7 @@ RUNS = ["one process", "two processes", "wrong"]
 
 def test_the_notebook_runs_with_reduced_settings(tmp_path: Path) -> None:
     chapter = book.clone(tmp_path) / "02_multi_gpu"
+    book.judge_by_few(chapter / "train.py", chapter / "train_ddp_by_hand.py")
     notebook = book.execute(chapter / "notebook.ipynb", {"MAX_STEPS": 4, "PATCH_SIZE": 16})
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)

@@ -30,8 +30,6 @@ from runs import assert_resumed, assert_same_bits, assert_same_but_for_rounding,
 CHAPTER, SCRIPT = book.ROOT / "04_data_pipeline", "04_data_pipeline/train.py"
 NAME = "chapter_04_train"
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
-# Of 5 degrees, 37 x 72 cells, in chunks of 32 x 32: a map of both variables is 12 objects. 26 times are to train on.
-STORE = "--days 36 --resolution 5 --patch-size 16".split()
 LAYOUTS = {"v3": "", "v2": "--zarr-format 2", "shards": "--shard-times 4", "times": "--chunk 4 32 32"}
 OBJECTS, TRAINING_TIMES, COLUMNS = 12, 26, 72
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 4".split()
@@ -61,13 +59,11 @@ def found_by_workers(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(make_small_store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of buckets; its bucket `winds` has a store of each layout."""
-    script = load("03_cloud_data/make_store.py", "make_store_for_blocks")
-    script.HERE = tmp_path_factory.mktemp("chapter")  # files that stay apart from a reader's
     folder = tmp_path_factory.mktemp("buckets")
     for name, flags in LAYOUTS.items():
-        script.main([*STORE, *flags.split(), "--store", str(folder / "winds" / name)])
+        make_small_store(folder / "winds" / name, flags)
     return folder
 
 

@@ -20,7 +20,6 @@ from runs import load
 from torch.utils.data import DataLoader, TensorDataset
 
 CHAPTER, SCRIPT = book.ROOT / "04_data_pipeline", "04_data_pipeline/diagnose.py"
-STORE = "--days 36 --resolution 5 --patch-size 16".split()
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 50".split()
 SMALL += "--shuffle-blocks 4 --patches-per-block 2 --steps 2".split()
 
@@ -458,12 +457,9 @@ def test_a_report_needs_no_workers_if_the_training_hardly_waits(
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def store(make_small_store, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The flags that read a tiny store out of a folder."""
-    make = load("03_cloud_data/make_store.py", "make_store_for_diagnosis")
-    make.HERE = tmp_path_factory.mktemp("chapter")
-    make.main([*STORE, "--store", str(make.HERE / "winds")])
-    return ["--store", str(make.HERE / "winds")]
+    return ["--store", str(make_small_store(tmp_path_factory.mktemp("stores") / "winds"))]
 
 
 @pytest.mark.parametrize("more", ["", "--naive", pytest.param("--num-workers 1", marks=pytest.mark.thorough)])

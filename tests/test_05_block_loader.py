@@ -25,13 +25,11 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
-from runs import load
 
 CHAPTER = book.ROOT / "05_model_profiling"
 ROOMS = "block_loader data datamodule fields options store train wind_blocks"
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
 # 5 degrees: 37 x 72 cells. In chunks of 32 x 32, a map of both variables is 12 objects. 26 times are for training.
-STORE = "--days 36 --resolution 5 --patch-size 16".split()
 LAYOUTS = {"v3": "", "shards": "--shard-times 4", "times": "--chunk 4 32 32"}
 OBJECTS, TRAINING_TIMES, ROWS, COLUMNS, SIZE = 12, 26, 37, 72, 16
 GAP = (slice(5, 25), slice(10, 50))  # rows and columns that are masked in the coded stores
@@ -599,13 +597,11 @@ def test_an_error_does_not_wait_for_other_reads(started) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(make_small_store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of buckets; its bucket `winds` has a store of each layout."""
-    script = load("03_cloud_data/make_store.py", "make_store_for_rooms")
-    script.HERE = tmp_path_factory.mktemp("chapter")  # so that a reader's own files stay as they are
     folder = tmp_path_factory.mktemp("buckets")
     for name, flags in LAYOUTS.items():
-        script.main([*STORE, *flags.split(), "--store", str(folder / "winds" / name)])
+        make_small_store(folder / "winds" / name, flags)
     return folder
 
 

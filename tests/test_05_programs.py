@@ -27,7 +27,6 @@ from runs import (
     assert_same_bits,
     assert_same_but_for_rounding,
     check_summary,
-    load,
     state,
     summary,
     weights,
@@ -35,11 +34,10 @@ from runs import (
 
 CHAPTER, SCRIPT = book.ROOT / "05_model_profiling", "05_model_profiling/train.py"
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
-# Of 5 degrees, 37 x 72 cells, in chunks of one time. The training times have every month, two or three times.
-STORE = "--days 36 --resolution 5 --patch-size 16".split()
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 4".split()
 SMALL += "--checkpoint-every 2 --log-every 1 --shuffle-slots 8 --patches-per-block 2".split()
 SECRET = "5e4d5ec4e7"
+EVAL_SAMPLES = 24  # patches that judge a run
 
 pytestmark = [  # train.py shows none of these, either
     pytest.mark.filterwarnings("ignore:Failed to open Zarr store with consolidated metadata"),
@@ -52,7 +50,7 @@ thorough = pytest.mark.thorough
 def rooms() -> Iterator[None]:
     """The chapter's files can be imported in each test."""
     forkserver.ensure_running()  # it imports what programs need while this process imports the same
-    with book.rooms("05_model_profiling"):
+    with book.rooms("05_model_profiling"), programs.planted_in_all(eval_samples=EVAL_SAMPLES):
         import train  # noqa: F401
 
         yield
@@ -60,12 +58,10 @@ def rooms() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(make_small_store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of buckets. Its bucket `winds` has a store with statistics, and a plain one without."""
-    script = load("03_cloud_data/make_store.py", "make_store_for_rooms")
-    script.HERE = tmp_path_factory.mktemp("chapter")  # files that stay apart from a reader's
     folder = tmp_path_factory.mktemp("buckets")
-    script.main([*STORE, "--store", str(folder / "winds/whole")])
+    make_small_store(folder / "winds/whole")
     plain = shutil.copytree(folder / "winds/whole", folder / "winds/plain")
     shutil.rmtree(plain / "statistics")
     zarr.consolidate_metadata(plain)
@@ -289,11 +285,12 @@ def test_killed_at_another_step_it_resumes_to_the_bit(
 
 
 def test_a_run_that_has_ended_ends_the_same_when_it_is_resumed(
-    folder: Path, tmp_path: Path, trained: Trained
+    folder: Path, tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scheduler may start a job again after its last step."""
     import train
 
+    monkeypatch.setattr(train, "EVAL_SAMPLES", EVAL_SAMPLES)
     run = shutil.copytree(trained.alone.output, tmp_path / "run")
     (run / "summary.json").unlink()
     flags = [*SMALL, "--store", folder / "winds/whole", "--output-dir", run, "--resume", "auto"]

@@ -44,10 +44,11 @@ def stub(tmp_path: Path):
 
 def parse(flags: list[str]) -> Namespace:
     """What chapter 6's parser makes of flags; it exits at one that it does not know."""
+    import checks
     import options
 
     args = options.make_parser("").parse_args(flags)
-    options.check_numbers(vars(args))
+    checks.check_numbers(vars(args))
     assert args.resume == "auto"
     return args
 
@@ -151,7 +152,7 @@ def by_skypilot(node: int) -> tuple[list, dict]:
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize(("starter", "head"), [(by_kubernetes, "winds-0.winds"), (by_skypilot, "10.0.0.1")])
 def test_each_node_starts_train_py_with_its_rank_and_the_place_to_meet(starter, head, node, stub) -> None:
-    import options
+    import checks
 
     command, environment = starter(node)
     printed = f'{PRINT} "$NODE_RANK" "$MASTER_ADDR" "$MASTER_PORT"'
@@ -161,8 +162,8 @@ def test_each_node_starts_train_py_with_its_rank_and_the_place_to_meet(starter, 
     assert given[:5] == "run --frozen --no-sync python train.py".split()
     flags = parse(given[5:])
     assert (flags.devices, flags.num_nodes) == (8, 2)
-    options.set_slots(flags)  # exits if the batch is too small for the ranks
-    options.check_store(flags.store, flags.checkpoint_dir, None, None)
+    checks.set_slots(flags)  # exits if the batch is too small for the ranks
+    checks.check_store(flags.store, flags.checkpoint_dir, None, None)
     reserved = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}  # with these Lightning would start no processes itself
     assert not reserved & environment.keys()
 

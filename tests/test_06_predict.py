@@ -13,31 +13,25 @@ import pytest
 import torch
 import xarray as xr
 from alone import contents
-from runs import last_checkpoint, load
+from runs import last_checkpoint
 
 SCRIPT = "06_whats_next/predict.py"
 NAMES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
-# Of 5 degrees, 37 x 72 cells; seven times are in the test period.
-STORE = "--days 36 --resolution 5 --patch-size 16".split()
 TRAIN = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 2 --shuffle-slots 8".split()
-TRAIN += ["--full-validation-patches", "96"]
+TRAIN += ["--full-validation-patches", "24"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rooms() -> Iterator[None]:
     """The chapter's files can be imported in each test."""
-    with book.rooms("06_whats_next"):
+    with book.rooms("06_whats_next"), programs.planted_in_all(eval_samples=24):
         yield
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(make_small_store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of the winds at 5 degrees."""
-    script = load("03_cloud_data/make_store.py", "make_store_for_maps")
-    script.HERE = tmp_path_factory.mktemp("chapter")  # files that stay apart from a reader's
-    path = tmp_path_factory.mktemp("stores") / "winds.zarr"
-    script.main([*STORE, "--store", str(path)])
-    return path
+    return make_small_store(tmp_path_factory.mktemp("stores") / "winds.zarr")
 
 
 @pytest.fixture(scope="module")

@@ -10,30 +10,25 @@ import programs
 import pytest
 import torch
 import xarray as xr
-from runs import assert_same_bits, last_checkpoint, load, weights
+from runs import assert_same_bits, last_checkpoint, weights
 
 SCRIPT = "06_whats_next/train.py"
-STORE = "--days 36 --resolution 5 --patch-size 16".split()
 FLAGS = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 3 --shuffle-slots 8 --seed 3".split()
 NAMES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
-FLAGS += "--learning-rate 0.004 --no-count-requests --validate-every 2 --full-validation-patches 96".split()
+FLAGS += "--learning-rate 0.004 --no-count-requests --validate-every 2 --full-validation-patches 24".split()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rooms() -> Iterator[None]:
     """The chapter's files can be imported in each test."""
-    with book.rooms("06_whats_next"):
+    with book.rooms("06_whats_next"), programs.planted_in_all(eval_samples=24):
         yield
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(make_small_store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of the winds at 5 degrees."""
-    script = load("03_cloud_data/make_store.py", "make_store_for_records")
-    script.HERE = tmp_path_factory.mktemp("chapter")  # files that stay apart from a reader's
-    path = tmp_path_factory.mktemp("stores") / "winds.zarr"
-    script.main([*STORE, "--store", str(path)])
-    return path
+    return make_small_store(tmp_path_factory.mktemp("stores") / "winds.zarr")
 
 
 @pytest.fixture(scope="module")

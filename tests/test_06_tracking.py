@@ -12,14 +12,13 @@ import buckets
 import numpy as np
 import programs
 import pytest
-from runs import load, losses
+from runs import losses
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SCRIPT = "06_whats_next/train.py"
-STORE = "--days 36 --resolution 5 --patch-size 16".split()
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 6 --max-steps 6 --validate-every 6".split()
 SMALL += "--checkpoint-every 2 --log-every 1 --shuffle-slots 12 --patches-per-block 2".split()
-SMALL += "--full-validation-patches 96 --resume auto".split()
+SMALL += "--full-validation-patches 24 --resume auto".split()
 LONG = ["--max-steps", 24, "--validate-every", 24, "--checkpoint-every", 24]  # enough windows for a verdict
 
 thorough = pytest.mark.thorough
@@ -29,7 +28,7 @@ thorough = pytest.mark.thorough
 def rooms() -> Iterator[None]:
     """The chapter's files can be imported in each test."""
     forkserver.ensure_running()
-    with book.rooms("06_whats_next"):
+    with book.rooms("06_whats_next"), programs.planted_in_all(eval_samples=24):
         import train  # noqa: F401
 
         yield
@@ -37,12 +36,10 @@ def rooms() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(make_small_store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of buckets, in one of which is a store."""
-    script = load("03_cloud_data/make_store.py", "make_store_for_tracking")
-    script.HERE = tmp_path_factory.mktemp("chapter")  # files that stay apart from a reader's
     folder = tmp_path_factory.mktemp("buckets")
-    script.main([*STORE, "--store", str(folder / "winds/whole")])
+    make_small_store(folder / "winds/whole")
     return folder
 
 
@@ -246,10 +243,10 @@ def test_a_logger_that_is_not_there_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import options
+    import checks
     import train
 
-    monkeypatch.setattr(options, "find_spec", lambda package: package != "wandb" or None)
+    monkeypatch.setattr(checks, "find_spec", lambda package: package != "wandb" or None)
     with pytest.raises(SystemExit) as ended:
         train.main(["--loggers", "CSVLogger", name, "--output-dir", str(tmp_path)])
     assert ended.value.code == 2
@@ -258,8 +255,8 @@ def test_a_logger_that_is_not_there_is_refused(
 
 
 def test_every_logger_of_lightning_may_be_given() -> None:
+    from checks import LOGGERS
     from lightning.pytorch import loggers
-    from options import LOGGERS
 
     assert LOGGERS.keys() == set(loggers.__all__) - {"Logger"}
 

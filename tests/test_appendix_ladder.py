@@ -1,0 +1,107 @@
+"""The appendix's ladder: what is run, how cost is counted, and what the committed figures show."""
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import book
+import pytest
+from runs import load
+
+BURN = """
+import pathlib, time
+while time.process_time() < 0.3: pass
+pathlib.Path({burnt!r}).touch()
+while not pathlib.Path({seen!r}).exists(): time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def ladder():
+    return load("appendix/ladder.py", "ladder")
+
+
+def test_a_cost_is_the_difference_of_two_runs_for_a_thousand_samples(ladder, monkeypatch) -> None:
+    """Start-up takes 30 CPU seconds and 500 J, a sample 0.04 and 1.5, in these made-up runs."""
+
+    def run_rung(rung, size, steps, store, meter) -> dict:
+        samples = size.batch * steps
+        costs = {"cpu_seconds": 30 + 0.04 * samples, "joules": 500 + 1.5 * samples}
+        return {"samples_per_second": steps, "data_wait_share": 0.25, **costs}
+
+    monkeypatch.setattr(ladder, "run_rung", run_rung)
+    found = ladder.measure_rung(ladder.choose_rungs(False)[0], ladder.FULL, [], None)
+    assert found == pytest.approx(
+        {"samples_per_second": 160, "data_wait_share": 0.25, "cpu_seconds": 40, "joules": 1500}
+    )
+
+
+def test_the_meter_counts_a_program_and_those_that_it_starts(ladder, tmp_path: Path, monkeypatch) -> None:
+    """The inner one takes 0.3 CPU seconds, and ends when the meter has looked at it again."""
+    burnt, seen = tmp_path / "burnt", tmp_path / "seen"
+    inner, outer = tmp_path / "inner.py", tmp_path / "outer.py"
+    inner.write_text(BURN.format(burnt=str(burnt), seen=str(seen)))
+    outer.write_text(f"import subprocess, sys\nsubprocess.Popen([sys.executable, {str(inner)!r}]).wait()")
+    looks = []
+
+    def sleep(seconds: float) -> None:
+        time.sleep(0.01)
+        if burnt.exists():
+            looks.append(seconds)
+        if len(looks) == 2:
+            seen.touch()
+
+    monkeypatch.setattr(ladder, "sleep", sleep)
+    assert ladder.run_and_count([sys.executable, str(outer)]) > 0.29
+
+
+@pytest.mark.parametrize(
+    ("counters", "joules"), [([], None), (["GPU"], 7.2e6), (["processor", "GPU"], 10.8e6)]
+)
+def test_only_joules_that_something_counts_are_reported(ladder, monkeypatch, counters, joules) -> None:
+    """CodeCarbon also estimates; here it says 1 kWh of the processor, 2 of the GPU, 4 of the memory."""
+    energy = SimpleNamespace(cpu_energy=1, gpu_energy=2, ram_energy=4)
+    tracker = SimpleNamespace(start_task=lambda: None, stop_task=lambda: energy)
+    library = SimpleNamespace(OfflineEmissionsTracker=lambda **_: tracker)
+    monkeypatch.setitem(sys.modules, "codecarbon", library)
+    monkeypatch.setattr(ladder.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(ladder, "find_counters", lambda: counters)
+    assert ladder.Meter().run([sys.executable, "-c", ""]).get("joules") == joules
+
+
+def test_a_rung_that_fails_ends_with_its_last_line(ladder, monkeypatch, capsys) -> None:
+    broken = ladder.Rung("01_setup", ["--learning-rate", "none"], on_store=False)
+    monkeypatch.setattr(ladder, "choose_rungs", lambda on_gpu: [broken])
+    monkeypatch.setattr(ladder, "serve_store", lambda size: nullcontext([]))
+    with pytest.raises(SystemExit) as ended:
+        ladder.main(["--quick"])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "train.py" in last and "--learning-rate" in last
+
+
+@pytest.mark.parametrize("flags", [["--repeats", "0"], ["--quick", "--save-results"]])
+def test_bad_flags_are_refused(ladder, flags: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ladder.main(flags)
+    assert ended.value.code == 2
+    assert flags[-1] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_committed_ladder_has_a_rung_a_chapter_and_the_wait_falls(ladder) -> None:
+    rows = json.loads((book.ROOT / "appendix/results/ladder.json").read_text())["rows"]
+    assert [row["chapter"] for row in rows] == [rung.chapter for rung in ladder.choose_rungs(False)]
+    on_store = rows[2:]
+    assert {row["data"] for row in on_store} == {f"s3://winds/{ladder.STORE}"}
+    waits = [row["data_wait_share"]["median"] for row in on_store]
+    assert max(waits[1:]) < waits[0] / 3
+
+
+@pytest.mark.thorough
+def test_all_rungs_run(ladder) -> None:
+    rows = ladder.main(["--quick", "--repeats", "1"])
+    assert len(rows) == 6
+    assert all(row["samples_per_second"]["median"] > 0 for row in rows)
