@@ -72,15 +72,17 @@ def test_only_joules_that_something_counts_are_reported(ladder, monkeypatch, cou
     assert ladder.Meter().run([sys.executable, "-c", ""]).get("joules") == joules
 
 
-def test_a_rung_that_fails_ends_with_its_last_line(ladder, monkeypatch, capsys) -> None:
-    broken = ladder.Rung("01_setup", ["--learning-rate", "none"], on_store=False)
-    monkeypatch.setattr(ladder, "choose_rungs", lambda on_gpu: [broken])
+def test_a_rung_that_fails_ends_with_its_last_line(ladder, tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "01_setup").mkdir()
+    (tmp_path / "01_setup/train.py").write_text("import sys\nsys.exit('first\\n--store: no such folder')")
+    monkeypatch.setattr(ladder, "BOOK", tmp_path)
+    monkeypatch.setattr(ladder, "choose_rungs", lambda on_gpu: [ladder.Rung("01_setup", [], False)])
     monkeypatch.setattr(ladder, "serve_store", lambda size: nullcontext([]))
     with pytest.raises(SystemExit) as ended:
         ladder.main(["--quick"])
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "train.py" in last and "--learning-rate" in last
+    assert "01_setup/train.py" in last and "code 1" in last and "--store: no such folder" in last
 
 
 @pytest.mark.parametrize("flags", [["--repeats", "0"], ["--quick", "--save-results"]])
