@@ -15,7 +15,9 @@ import psutil
 import pytest
 from filelock import FileLock
 
-pytest.register_assert_rewrite("programs", "runs")  # their assertions, too, show what they compared
+pytest.register_assert_rewrite(
+    "programs", "runs", "chapter_6"
+)  # their assertions, too, show what they compared
 import programs  # noqa: E402
 from runs import load  # noqa: E402
 
