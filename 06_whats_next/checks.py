@@ -1,4 +1,4 @@
-"""What the options may be: refuses, with a remedy, what cannot work, and fills in devices."""
+"""Refuse options that cannot work, with a remedy, and fill in devices, precision and slots."""
 
 import argparse
 import math
@@ -72,10 +72,6 @@ def set_devices(args: argparse.Namespace) -> None:
     on_gpu = has_gpu and args.accelerator != "cpu"
     available = torch.accelerator.device_count() if on_gpu else os.cpu_count()
     kind = "GPUs" if on_gpu else "cores"
-    if args.precision == "bf16-mixed" and not has_bf16(on_gpu):
-        reason = f"these {kind} have no instructions for bfloat16"
-        print(f"note: {reason}; training in float32", file=sys.stderr)
-        args.precision = "32-true"
     if args.devices and args.devices > available:
         refuse(
             f"--devices {args.devices}: give up to {available}, the {kind} there are"
@@ -87,6 +83,16 @@ def set_devices(args: argparse.Namespace) -> None:
     args.devices = args.devices or launched or (available if on_gpu else 1)
     nodes = read_environment("GROUP_WORLD_SIZE", "SLURM_NNODES")
     args.num_nodes = args.num_nodes or nodes or 1
+
+
+def set_precision(args: argparse.Namespace) -> None:
+    """Fall back to float32 where there are no instructions for bfloat16, and say so."""
+    on_gpu = torch.accelerator.is_available() and args.accelerator != "cpu"
+    if args.precision == "bf16-mixed" and not has_bf16(on_gpu):
+        kind = "GPUs" if on_gpu else "cores"
+        reason = f"these {kind} have no instructions for bfloat16"
+        print(f"note: {reason}; training in float32", file=sys.stderr)
+        args.precision = "32-true"
 
 
 def has_bf16(on_gpu: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The error that every room may raise, and the line that says what went wrong."""
+"""The error that every room may raise, the line that says what went wrong, and the exit."""
 
 import argparse
 

@@ -18,6 +18,7 @@ from checks import (
     check_start_method,
     check_store,
     set_devices,
+    set_precision,
     set_slots,
 )
 
@@ -90,6 +91,7 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     check_numbers(vars(args))
     check_store(args.store, args.checkpoint_dir, args.endpoint, args.region)
     set_devices(args)
+    set_precision(args)
     set_slots(args)
     check_start_method(args.start_method)
     args.loggers = list(dict.fromkeys(args.loggers))

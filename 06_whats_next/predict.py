@@ -113,7 +113,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         value = getattr(args, name)
         if value < 0:
             refuse(f"--{name} {value}: too small; give at least 0")
-    args.precision = "32-true"
     set_devices(args)
     return args
 

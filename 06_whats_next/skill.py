@@ -232,14 +232,14 @@ def study(args: argparse.Namespace, location: Location) -> list[dict]:
 
 
 def call_study(
-    study: Callable[[argparse.Namespace, Location], list[dict]],
+    task: Callable[[argparse.Namespace, Location], list[dict]],
     summary: str,
     argv: list[str] | None,
 ) -> list[dict]:
     """Call a study of a checkpoint on the store that is named, or on a small one."""
     args = parse_study(summary, argv)
     name = f"checkpoint {args.checkpoint}"
-    return call_at(partial(study, args), make_location(args), name)
+    return call_at(partial(task, args), make_location(args), name)
 
 
 def main(argv: list[str] | None = None) -> list[dict]:

@@ -37,8 +37,8 @@ class BestCheckpoint(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         metrics = trainer.callback_metrics
-        rmse = [metrics[name].item() for name in metrics if name.startswith("rmse")]
-        few = math.prod(rmse)
+        named = [metrics[name].item() for name in metrics if name.startswith("rmse")]
+        few = math.prod(named)
         if math.isnan(few):
             reason = "no value is present in any patch"
             raise DataError(f"--validation-times: {reason}; give others")

@@ -1,8 +1,9 @@
-"""Appendix: the whole book in one table, what each chapter does to speed and to cost.
+"""Appendix: how fast each chapter's train.py does one task, and what that costs.
 
-    uv run python ladder.py                  # 20 minutes on two cores, without other work
-    uv run --with codecarbon python ladder.py --save-results   # and write results/ladder.json
+    uv run python ladder.py                  # 25 minutes on two cores, and a store of 1 GB
+    uv run python ladder.py --save-results   # and write results/ladder.json
     uv run python ladder.py --quick          # tiny: that it works, not what it finds
+    uv run --with codecarbon python ladder.py   # where something counts joules
 
 You should see the share of time spent waiting for data fall between chapters 3 and 4. Each
 chapter's train.py is run as a program. Chapters 1 and 2 train on their own file. Chapters 3 to
@@ -10,11 +11,11 @@ chapter's train.py is run as a program. Chapters 1 and 2 train on their own file
 behind an S3 server that answers after 30 ms and runs on the same cores.
 
 Each figure of cost is the difference between a long and a short run: start-up cancels. Where
-processor or GPU count their joules, CodeCarbon reads them. CPU seconds are counted everywhere.
+processor (RAPL) or GPU (NVML) count their joules, CodeCarbon reads them, for the whole machine.
+CPU seconds are those of the program and of what it starts, without the server's.
 """
 
 import argparse
-import importlib.util
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import sleep
@@ -40,6 +42,7 @@ STORE = "era5_layout.zarr"
 LATENCY_MS = 30  # of a bucket in the same region
 LOOK_EVERY = 0.2  # seconds
 JOULES_PER_KWH = 3.6e6
+COSTS = ("cpu_seconds", "processor_joules", "gpu_joules")
 
 
 @dataclass
@@ -70,15 +73,15 @@ class Rung:
 
 
 def choose_rungs(on_gpu: bool) -> list[Rung]:
-    """The rungs: on a GPU a process beside it reads ahead, on a CPU there are two devices."""
-    two_devices = [] if on_gpu else ["--devices", "2"]
-    ahead = ["--num-workers", "1"] if on_gpu else []
-    lower = [*ahead, "--precision", "bf16-mixed"]  # float32 where the hardware has no bfloat16
+    """The rungs: beside a GPU a process reads ahead; chapter 2 takes all GPUs, or two cores."""
+    every = [] if on_gpu else ["--devices", "2"]
+    one = ["--devices", "1", "--num-workers", "1"] if on_gpu else []
+    lower = [*one, "--precision", "bf16-mixed"]  # float32 where the hardware has no bfloat16
     return [
         Rung("01_setup", [], on_store=False),
-        Rung("02_multi_gpu", two_devices, on_store=False),
-        Rung("03_cloud_data", [], on_store=True),
-        Rung("04_data_pipeline", ahead, on_store=True),
+        Rung("02_multi_gpu", every, on_store=False),
+        Rung("03_cloud_data", one, on_store=True),
+        Rung("04_data_pipeline", one, on_store=True),
         Rung("05_model_profiling", lower, on_store=True),
         Rung("06_whats_next", lower, on_store=True),
     ]
@@ -90,7 +93,10 @@ class Meter:
     def __init__(self):
         self.tracker = None
         self.counters = find_counters()
-        if self.counters and importlib.util.find_spec("codecarbon"):
+        if self.counters and not find_spec("codecarbon"):
+            names = " and ".join(self.counters)
+            print(f"note: {names} count joules; uv run --with codecarbon python ladder.py reads them")
+        elif self.counters:
             from codecarbon import OfflineEmissionsTracker  # no dependency of the book
 
             logging.getLogger("codecarbon").disabled = True
@@ -107,12 +113,9 @@ class Meter:
         cost = {"cpu_seconds": run_and_count(command)}
         if self.tracker:
             found = self.tracker.stop_task()
-            joules = 0.0
-            if "processor" in self.counters:
-                joules += JOULES_PER_KWH * found.cpu_energy
-            if "GPU" in self.counters:
-                joules += JOULES_PER_KWH * found.gpu_energy
-            cost["joules"] = joules
+            joules = {"processor": found.cpu_energy, "gpu": found.gpu_energy}
+            for counter in self.counters:
+                cost[f"{counter}_joules"] = JOULES_PER_KWH * joules[counter]
         return cost
 
 
@@ -125,17 +128,27 @@ def run_and_count(command: list[str]) -> float:
     seconds: dict[int, float] = {}
     with tempfile.TemporaryFile("w+") as printed:
         process = psutil.Popen(command, stdout=printed, stderr=printed)
-        while process.poll() is None:
-            with suppress(psutil.NoSuchProcess):
-                for each in [process, *process.children(recursive=True)]:
-                    times = each.cpu_times()
-                    seconds[each.pid] = times.user + times.system
-            sleep(LOOK_EVERY)
-        printed.seek(0)
+        try:
+            while process.poll() is None:
+                for each in list_with_children(process):
+                    with suppress(psutil.Error):  # it has just ended
+                        times = each.cpu_times()
+                        seconds[each.pid] = times.user + times.system
+                sleep(LOOK_EVERY)
+        finally:
+            if process.poll() is None:  # this process is stopped meanwhile
+                process.kill()
         if process.returncode:
-            output = printed.read()
-            raise subprocess.CalledProcessError(process.returncode, command, output)
+            printed.seek(0)
+            raise subprocess.CalledProcessError(process.returncode, command, printed.read())
     return sum(seconds.values())
+
+
+def list_with_children(process: psutil.Process) -> list[psutil.Process]:
+    """A program and all that it has started; nothing if it has ended."""
+    with suppress(psutil.Error):
+        return [process, *process.children(recursive=True)]
+    return []
 
 
 def find_counters() -> list[str]:
@@ -145,7 +158,7 @@ def find_counters() -> list[str]:
     if any(os.access(file, os.R_OK) for file in files):
         counters.append("processor")
     if torch.cuda.is_available():
-        counters.append("GPU")
+        counters.append("gpu")
     return counters
 
 
@@ -153,6 +166,7 @@ def find_counters() -> list[str]:
 def serve_store(size: Size) -> Iterator[list[str]]:
     """Make the store, unless it is whole, and serve it; the flags that name it."""
     path = f"outputs/buckets/winds/{size.store}"
+    print(f"making {CLOUD / path}, unless it is there", flush=True)
     make = [sys.executable, "make_store.py", "--store", path]
     make += ["--days", str(size.days), "--resolution", str(size.resolution)]
     make += ["--chunk", *map(str, size.chunk), "--patch-size", str(size.patch)]
@@ -164,6 +178,8 @@ def serve_store(size: Size) -> Iterator[list[str]]:
     )
     with server:
         endpoint = server.stdout.readline().strip()
+        if not endpoint:
+            raise subprocess.CalledProcessError(server.wait(), serve, "it did not start")
         yield ["--store", f"s3://winds/{size.store}", "--endpoint", endpoint, "--anonymous"]
 
 
@@ -185,9 +201,11 @@ def measure_rung(rung: Rung, size: Size, store: list[str], meter: Meter) -> dict
     """Rate, wait and cost of a rung: the costs are those of a thousand samples."""
     short = run_rung(rung, size, size.short, store, meter)
     long = run_rung(rung, size, size.long, store, meter)
-    thousands = size.batch * (size.long - size.short) / 1000
     metrics = {name: long[name] for name in ("samples_per_second", "data_wait_share")}
-    for name in ("cpu_seconds", "joules"):
+    if size == QUICK:
+        return metrics  # too few steps to tell their cost from start-up's
+    thousands = size.batch * (size.long - size.short) / 1000
+    for name in COSTS:
         if name in long:
             metrics[name] = (long[name] - short[name]) / thousands
     return metrics
@@ -197,13 +215,15 @@ def climb(rungs: list[Rung], size: Size, repeats: int, meter: Meter) -> list[dic
     """Measure all rungs, in turn: the rows of the table."""
     found: list[list[dict]] = [[] for _ in rungs]
     with serve_store(size) as store:
+        print("warming up: one short run of each chapter", flush=True)
         for rung in rungs:  # chapters 5 and 6 keep the climatology that they compute first
             run_rung(rung, size, size.short, store, meter)
         for repeat in range(repeats):
             for number, rung in enumerate(rungs):
                 metrics = measure_rung(rung, size, store, meter)
                 found[number].append(metrics)
-                print(f"{repeat + 1}/{repeats} {rung.chapter}: {describe(metrics)}")
+                done = f"{repeat + 1}/{repeats} {rung.chapter}"
+                print(f"{done}: {describe(metrics)}", flush=True)
     rows = []
     for rung, values in zip(rungs, found):
         row = {"chapter": rung.chapter, "flags": " ".join(rung.flags)}
@@ -223,17 +243,20 @@ def describe(metrics: dict[str, float]) -> str:
     """A measurement in a line."""
     rate = f"{metrics['samples_per_second']:.1f} samples/s"
     wait = f"{metrics['data_wait_share']:.0%} of the time waiting for data"
-    cost = f"{metrics['cpu_seconds']:.1f} CPU seconds"
-    if "joules" in metrics:
-        cost += f" and {metrics['joules']:.0f} J"
-    return f"{rate}, {wait}; {cost} for 1,000 samples"
+    costs = []
+    for name in COSTS:
+        if name in metrics:
+            costs.append(f"{metrics[name]:.0f} {name.replace('_', ' ')}")
+    if not costs:
+        return f"{rate}, {wait}"
+    return f"{rate}, {wait}; for 1,000 samples {', '.join(costs)}"
 
 
-def save(rows: list[dict], counters: list[str], repeats: int) -> None:
+def save(rows: list[dict], repeats: int, with_library: bool) -> None:
     """Write results/ladder.json, or results/ladder_gpu.json where there is a GPU."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    meter = "--with codecarbon " if importlib.util.find_spec("codecarbon") else ""
-    command = f"uv run {meter}python ladder.py --repeats {repeats}"
+    gpu = name_gpu()
+    library = "--with codecarbon " if with_library else ""
+    command = f"uv run {library}python ladder.py --repeats {repeats} --save-results"
     packages = ("torch", "lightning", "xarray", "zarr", "obstore")
     versions = {"python": platform.python_version()}
     versions |= {package: version(package) for package in packages}
@@ -247,11 +270,18 @@ def save(rows: list[dict], counters: list[str], repeats: int) -> None:
             "gpu": gpu,
         },
         "versions": versions,
-        "joules_counted": counters,
         "rows": rows,
     }
     path = Path(__file__).parent / "results" / ("ladder_gpu.json" if gpu else "ladder.json")
     path.write_text(json.dumps(results) + "\n")
+
+
+def name_gpu() -> str | None:
+    """Its name, or its kind; None if there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return str(found) if found else None
 
 
 def name_processor() -> str:
@@ -276,7 +306,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
         parser.error(f"--repeats {args.repeats}: give at least 1")
     if args.quick and args.save_results:
         parser.error("--save-results: --quick finds nothing worth keeping; leave one out")
-    rungs = choose_rungs(torch.cuda.is_available())
+    on_gpu = torch.accelerator.is_available()
+    if not on_gpu and os.cpu_count() < 2:
+        parser.error("this machine has one core, and chapter 2 needs two: run this on another")
+    rungs = choose_rungs(on_gpu)
     for rung in rungs:
         script = BOOK / rung.chapter / "train.py"
         if not script.exists():
@@ -285,11 +318,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
     try:
         rows = climb(rungs, QUICK if args.quick else FULL, args.repeats, meter)
     except subprocess.CalledProcessError as error:
-        said = error.stderr or error.stdout or "it said nothing"
-        lines = said.strip().splitlines()
-        parser.error(f"{' '.join(error.cmd[1:3])} ended with code {error.returncode}: {lines[-1]}")
+        said = (error.stderr or error.stdout or "").strip() or "it said nothing"
+        reason = said.splitlines()[-1]
+        parser.error(f"{' '.join(error.cmd[1:3])} ended with code {error.returncode}: {reason}")
     if args.save_results:
-        save(rows, meter.counters if meter.tracker else [], args.repeats)
+        save(rows, args.repeats, with_library=meter.tracker is not None)
     return rows
 
 

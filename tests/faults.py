@@ -13,11 +13,12 @@ def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _eval_samples(number: int) -> None:
-    """Judge a run of a chapter of rooms by so many patches instead of 96: no fault, but quicker."""
-    import evaluation
+def _judge_by(number: int) -> None:
+    """Judge a run by so many patches instead of 96, where the chapter has its room: no fault, but quicker."""
+    if Path("evaluation.py").exists():
+        import evaluation
 
-    evaluation.EVAL_SAMPLES = number
+        evaluation.EVAL_SAMPLES = number
 
 
 def _stall() -> None:
@@ -234,7 +235,7 @@ def _use_double_precision(wanted: bool) -> None:
 
 
 FAULTS = {
-    "eval_samples": _eval_samples,
+    "judge_by": _judge_by,
     "double_precision": _use_double_precision,
     "kill_in_backward": partial(_in_backward, _kill_self),
     "kill_with_checkpoints": _kill_with_checkpoints,

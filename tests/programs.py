@@ -33,9 +33,13 @@ PLANTED: dict[str, float] = {}  # in each program, besides its own
 @contextmanager
 def planted_in_all(**faults: float):
     """Plant these faults in each program that starts within the block."""
+    before = dict(PLANTED)
     PLANTED.update(faults)
-    yield
-    PLANTED.clear()
+    try:
+        yield
+    finally:
+        PLANTED.clear()
+        PLANTED.update(before)
 
 
 @dataclass

@@ -50,7 +50,7 @@ thorough = pytest.mark.thorough
 def rooms() -> Iterator[None]:
     """The chapter's files can be imported in each test."""
     forkserver.ensure_running()  # it imports what programs need while this process imports the same
-    with book.rooms("05_model_profiling"), programs.planted_in_all(eval_samples=EVAL_SAMPLES):
+    with book.rooms("05_model_profiling"), programs.planted_in_all(judge_by=EVAL_SAMPLES):
         import train  # noqa: F401
 
         yield

@@ -24,7 +24,7 @@ TRAIN += ["--full-validation-patches", "24"]
 @pytest.fixture(scope="module", autouse=True)
 def rooms() -> Iterator[None]:
     """The chapter's files can be imported in each test."""
-    with book.rooms("06_whats_next"), programs.planted_in_all(eval_samples=24):
+    with book.rooms("06_whats_next"), programs.planted_in_all(judge_by=24):
         yield
 
 

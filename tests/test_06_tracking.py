@@ -28,7 +28,7 @@ thorough = pytest.mark.thorough
 def rooms() -> Iterator[None]:
     """The chapter's files can be imported in each test."""
     forkserver.ensure_running()
-    with book.rooms("06_whats_next"), programs.planted_in_all(eval_samples=24):
+    with book.rooms("06_whats_next"), programs.planted_in_all(judge_by=24):
         import train  # noqa: F401
 
         yield

@@ -29,13 +29,13 @@ def test_a_cost_is_the_difference_of_two_runs_for_a_thousand_samples(ladder, mon
 
     def run_rung(rung, size, steps, store, meter) -> dict:
         samples = size.batch * steps
-        costs = {"cpu_seconds": 30 + 0.04 * samples, "joules": 500 + 1.5 * samples}
+        costs = {"cpu_seconds": 30 + 0.04 * samples, "gpu_joules": 500 + 1.5 * samples}
         return {"samples_per_second": steps, "data_wait_share": 0.25, **costs}
 
     monkeypatch.setattr(ladder, "run_rung", run_rung)
     found = ladder.measure_rung(ladder.choose_rungs(False)[0], ladder.FULL, [], None)
     assert found == pytest.approx(
-        {"samples_per_second": 160, "data_wait_share": 0.25, "cpu_seconds": 40, "joules": 1500}
+        {"samples_per_second": 160, "data_wait_share": 0.25, "cpu_seconds": 40, "gpu_joules": 1500}
     )
 
 
@@ -59,7 +59,8 @@ def test_the_meter_counts_a_program_and_those_that_it_starts(ladder, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("counters", "joules"), [([], None), (["GPU"], 7.2e6), (["processor", "GPU"], 10.8e6)]
+    ("counters", "joules"),
+    [(["gpu"], {"gpu": 7.2e6}), (["processor", "gpu"], {"processor": 3.6e6, "gpu": 7.2e6})],
 )
 def test_only_joules_that_something_counts_are_reported(ladder, monkeypatch, counters, joules) -> None:
     """CodeCarbon also estimates; here it says 1 kWh of the processor, 2 of the GPU, 4 of the memory."""
@@ -67,9 +68,18 @@ def test_only_joules_that_something_counts_are_reported(ladder, monkeypatch, cou
     tracker = SimpleNamespace(start_task=lambda: None, stop_task=lambda: energy)
     library = SimpleNamespace(OfflineEmissionsTracker=lambda **_: tracker)
     monkeypatch.setitem(sys.modules, "codecarbon", library)
-    monkeypatch.setattr(ladder.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(ladder, "find_spec", lambda name: name)
     monkeypatch.setattr(ladder, "find_counters", lambda: counters)
-    assert ladder.Meter().run([sys.executable, "-c", ""]).get("joules") == joules
+    cost = ladder.Meter().run([sys.executable, "-c", ""])
+    assert cost.keys() == {"cpu_seconds", *(f"{name}_joules" for name in joules)}
+    assert all(cost[f"{name}_joules"] == value for name, value in joules.items())
+
+
+def test_without_the_library_a_note_says_how_to_read_the_counters(ladder, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(ladder, "find_spec", lambda name: None)
+    monkeypatch.setattr(ladder, "find_counters", lambda: ["gpu"])
+    assert ladder.Meter().run([sys.executable, "-c", ""]).keys() == {"cpu_seconds"}
+    assert "note: gpu count joules; uv run --with codecarbon" in capsys.readouterr().out
 
 
 def test_a_rung_that_fails_ends_with_its_last_line(ladder, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -85,12 +95,15 @@ def test_a_rung_that_fails_ends_with_its_last_line(ladder, tmp_path: Path, monke
     assert "01_setup/train.py" in last and "code 1" in last and "--store: no such folder" in last
 
 
-@pytest.mark.parametrize("flags", [["--repeats", "0"], ["--quick", "--save-results"]])
-def test_bad_flags_are_refused(ladder, flags: list[str], capsys) -> None:
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [(["--repeats", "0"], "--repeats 0: give at least 1"), (["--quick", "--save-results"], "leave one out")],
+)
+def test_bad_flags_are_refused(ladder, flags: list[str], remedy: str, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         ladder.main(flags)
     assert ended.value.code == 2
-    assert flags[-1] in capsys.readouterr().err.splitlines()[-1]
+    assert remedy in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_committed_ladder_has_a_rung_a_chapter_and_the_wait_falls(ladder) -> None:
