@@ -5,7 +5,7 @@
 You should see that a short average is better than the weights where the learning rate is high,
 and as good at the end of the run, where it has fallen to zero. The averages are those of
 Lightning's EMAWeightAveraging. Here they only follow a run, so that several can be compared.
-It takes one device, seeds 0 to 2, and keeps no checkpoint.
+It takes one device, seeds 0 to 2, and keeps no checkpoint. --save-results writes results/.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from command_line import call_with_store, run
 from data import PatchDataset
+from errors import refuse
 from options import Options
 from records import save_rows
 from resume import Start
@@ -108,6 +109,9 @@ def average_seeds(runs: list[list[dict]]) -> list[dict]:
 
 def study(command: str, save: bool, options: Options, location: Location) -> list[dict]:
     """A row for each validation."""
+    if options.validate_every > options.max_steps:
+        reason = "more than --max-steps, so nothing would be measured"
+        refuse(f"--validate-every {options.validate_every}: {reason}; give less")
     single = replace(options, devices=1, num_nodes=1, accumulate_grad_batches=1)
     runs = []
     for seed in SEEDS:

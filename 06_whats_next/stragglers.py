@@ -30,7 +30,8 @@ def windows_to_judge(ranks: int) -> int:
     """How many windows in a row must agree before a rank is called a straggler.
 
     Of equal ranks each is the slowest equally often, however much their times scatter: the
-    same one in all of k windows with a probability of ranks ** (1 - k).
+    same one in all of k windows with a probability of ranks ** (1 - k). This is for windows
+    that do not depend on each other: what slows a rank for minutes is a straggler, too.
     """
     if ranks == 1:
         return MIN_WINDOWS
@@ -42,7 +43,7 @@ def judge(windows: Sequence[np.ndarray]) -> Verdict:
     """Tell a slow rank from a slow loader. Each window is (ranks, 3), see COLUMNS.
 
     A straggler is the slowest rank in every one of the last windows: its machine is slow.
-    If all ranks wait for data, and a different one the longest each time, the loader is.
+    If the other ranks wait for data, too, the loader is.
     """
     needed = windows_to_judge(len(windows[0]))
     if len(windows) < needed:
@@ -54,11 +55,14 @@ def judge(windows: Sequence[np.ndarray]) -> Verdict:
         (WAIT, "waits for data"),
     ):
         rank = find_straggler(last[:, :, column], step)
-        if rank is not None:
-            mine, others = compare(last[:, :, column], rank)
-            times = f"{mine:.3g} s a step, and the others {others:.3g} s"
-            text = f"rank {rank} {verb} for {times}, in {needed} of {needed} windows"
-            return Verdict("straggler", rank, text)
+        if rank is None:
+            continue
+        mine, others = compare(last[:, :, column], rank)
+        if column == WAIT and others > LOADER_SHARE * np.median(step):
+            continue  # the others wait, too: the loader is slow
+        times = f"{mine:.3g} s a step, and the others {others:.3g} s"
+        text = f"rank {rank} {verb} for {times}, in {needed} of {needed} windows"
+        return Verdict("straggler", rank, text)
     waits = last[:, :, WAIT]
     longest = waits.max(axis=1)
     usual = longest.argsort()[:-1]  # reads come in bursts, but one stall says nothing

@@ -42,6 +42,16 @@ def test_an_average_of_decay_0_is_the_weights_and_others_differ(
     assert rows[0]["seeds"]["weights"] != rows[1]["seeds"]["weights"]
 
 
+def test_a_run_without_a_validation_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import moving_average
+
+    flags = [*FLAGS.split(), "--store", str(tmp_path), "--output-dir", str(tmp_path), "--max-steps", "1"]
+    with pytest.raises(SystemExit) as ended:
+        moving_average.main(flags)
+    assert ended.value.code == 2
+    assert "--validate-every 2: more than --max-steps" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_the_committed_averages_are_better_on_the_way_and_not_at_the_end() -> None:
     """As the page says, and that Lightning's default of 0.999 is too slow for a run of 1,000 steps."""
     results = book.ROOT / "06_whats_next/results/moving_average.json"
