@@ -271,4 +271,7 @@ def run(script: str | Path, argv: list[str], **faults: float) -> None:
     main = types.ModuleType("__main__")
     main.__file__ = str(script)
     sys.modules |= {"__main__": main, "__mp_main__": main}
-    exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+    source = Path(script).read_text()
+    if "judge_by" in faults:  # chapters 1 to 4 have no room for it
+        source = source.replace("JUDGE_SEED = 96,", f"JUDGE_SEED = {faults['judge_by']},")
+    exec(compile(source, script, "exec"), vars(main))

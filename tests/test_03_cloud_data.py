@@ -47,7 +47,9 @@ GAP = (slice(5, 25), slice(10, 50))  # rows and columns of the map that some tes
 SECRET = "5e4d5ec4e7"
 BEFORE_A_DEADLINE = 100  # seconds: far more than the 1 that a test gives, less than the 120 of the default
 
-pytestmark = [  # of which train.py shows none, either
+pytestmark = [
+    pytest.mark.usefixtures("judged_by_few"),
+    # Of which train.py shows none, either.
     pytest.mark.filterwarnings("ignore:Failed to open Zarr store with consolidated metadata"),
     pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part"),
 ]

@@ -39,7 +39,9 @@ FAULTS = {"error_rate": 0.05, "reset_rate": 0.01, "truncate_rate": 0.01}
 GAP = (slice(5, 25), slice(10, 50))  # rows and columns that one test masks
 NAMES = ("input", "target", "unseen", "weight")
 
-pytestmark = [  # of which train.py shows none, either
+pytestmark = [
+    pytest.mark.usefixtures("judged_by_few"),
+    # Of which train.py shows none, either.
     pytest.mark.filterwarnings("ignore:Failed to open Zarr store with consolidated metadata"),
     pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part"),
 ]
