@@ -15,11 +15,9 @@ import psutil
 import pytest
 from filelock import FileLock
 
-pytest.register_assert_rewrite(
-    "programs", "runs", "chapter_6"
-)  # their assertions, too, show what they compared
+# Their assertions, too, show what they compared.
+pytest.register_assert_rewrite("programs", "runs", "chapter_6")
 import programs  # noqa: E402
-from runs import load  # noqa: E402
 
 # What a launcher or a scheduler has set would be taken for a place among other ranks, and torchrun.sh and
 # torch have settings of their own.
@@ -92,6 +90,8 @@ def make_small_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
         kind = shared / (re.sub(r"\W+", "_", flags) or "plain")
         with FileLock(shared / "lock"):
             if not kind.exists():
+                from runs import load  # here, because it imports torch
+
                 script = load("03_cloud_data/make_store.py", "make_store_for_all")
                 script.HERE = shared  # files that stay apart from a reader's
                 begun = kind.with_suffix(".begun")
