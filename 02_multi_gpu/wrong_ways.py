@@ -8,6 +8,7 @@ Two processes (gloo) do it wrong and do it right; where there is a truth, one of
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import sys
@@ -25,6 +26,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate, get_worker_info
 
+PRELOADED = ["torch.nn.parallel", "xarray", "scipy.interpolate", "matplotlib.figure"]  # once for all workers
 RANKS = 2
 SHORT = timedelta(seconds=2)  # how long a rank waits for one that never comes
 LONG = timedelta(minutes=5)  # and for one that does, however busy the machine
@@ -231,6 +233,7 @@ def iterable_copied(rank: int) -> dict:
     """An IterableDataset is copied to every worker of every rank, and each copy yields all of it."""
     # Not by fork: gloo's threads run, and a copied process may wait for ever for a lock that one of them held.
     seen, method = {}, "spawn" if sys.platform == "win32" else "forkserver"
+    multiprocessing.set_forkserver_preload(PRELOADED)
     for name, shared in (("wrong", False), ("right", True)):
         loader = DataLoader(Stream(rank, shared), num_workers=2, multiprocessing_context=method)
         seen[name] = sum(gathered(sum(1 for _ in loader)))

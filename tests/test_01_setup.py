@@ -30,6 +30,7 @@ SMALL = "--patch-size 16 --batch-size 2 --max-steps 7 --checkpoint-every 3 --val
 SMALL = SMALL.split()
 GAP = (slice(20, 44), slice(30, 60))  # rows and columns of the map that some tests mask
 
+pytestmark = pytest.mark.usefixtures("judged_by_few")
 thorough = pytest.mark.thorough
 MODULES = {script: load(script, f"chapter_01_{Path(script).stem}") for script in SCRIPTS}
 chapter = MODULES["01_setup/train.py"]
@@ -41,6 +42,11 @@ ONE_OF_BOTH = [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=thorough)]  # the othe
 @pytest.fixture(scope="module")
 def winds() -> xr.DataArray:
     return chapter.open_fields(STORE, ["eastward_wind", "northward_wind"])
+
+
+def load_winds() -> xr.Dataset:
+    """Without the compression of their file, which takes 2 s for each copy."""
+    return xr.load_dataset(STORE).drop_encoding()
 
 
 def arguments(*flags: object) -> Namespace:
@@ -96,7 +102,7 @@ def test_fields_are_read_whatever_their_dimensions_are_called_and_their_order(
         names = {"time": "t", "latitude": "lat", "longitude": "lon"}
     if known_by == "its units":  # a time is decoded, and has none
         names |= {"time": "time"}
-    dataset = xr.open_dataset(STORE).drop_attrs()
+    dataset = load_winds().drop_attrs()
     for name in names:
         dataset[name].attrs = signs.get(name, {})
     for name in dataset.data_vars:
@@ -153,7 +159,7 @@ def test_a_regional_map_has_no_seam_to_cross(winds: xr.DataArray, monkeypatch: p
 
 
 def test_a_region_across_a_meridian_where_the_longitudes_jump_is_whole(tmp_path: Path) -> None:
-    dataset = xr.load_dataset(STORE).isel(longitude=slice(120, 144))  # 320 to 377.5 degrees
+    dataset = load_winds().isel(longitude=slice(120, 144))  # 320 to 377.5 degrees
     dataset.to_netcdf(tmp_path / "even.nc")
     dataset.assign_coords(longitude=dataset.longitude % 360).to_netcdf(tmp_path / "jump.nc")
     even, jump = (
@@ -170,7 +176,7 @@ def test_other_orders_of_longitude_are_the_same_map(
     columns: str, tmp_path: Path, winds: xr.DataArray
 ) -> None:
     """np.unwrap would take each jump of over 180 degrees for a step across the seam."""
-    dataset = xr.load_dataset(STORE)
+    dataset = load_winds()
     if columns == "in no order":
         dataset = dataset.isel(longitude=np.random.default_rng(0).permutation(144))
     elif columns == "from east to west, as integers":
@@ -185,7 +191,7 @@ def test_other_orders_of_longitude_are_the_same_map(
 
 
 def test_units_may_be_a_number(tmp_path: Path) -> None:
-    dataset = xr.load_dataset(STORE)
+    dataset = load_winds()
     dataset.eastward_wind.attrs["units"] = 1
     dataset.to_netcdf(tmp_path / "numbers.nc")
     training, *_ = patches("--store", tmp_path / "numbers.nc")
@@ -216,7 +222,7 @@ def test_a_sample_hides_what_was_not_seen_and_judges_only_that() -> None:
 
 
 def test_climatology_std_and_masked_cells_come_from_the_training_times_only(tmp_path: Path) -> None:
-    dataset = xr.load_dataset(STORE)
+    dataset = load_winds()
     in_training = dataset.time.dt.year < 1990
     dataset = dataset.where(~in_training | ~dataset.latitude.isin(dataset.latitude[GAP[0]]))
     dataset.to_netcdf(tmp_path / "gap.nc")
@@ -556,7 +562,7 @@ def test_a_sampler_that_begins_at_another_step_than_training_is_an_error(
 def own_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
     """Stores as a reader may have them, and the flags that say what is in each."""
     folder = tmp_path_factory.mktemp("own")
-    dataset = xr.load_dataset(STORE)
+    dataset = load_winds()
     wind = dataset.eastward_wind.drop_attrs().copy()
     wind[:, *GAP] = np.nan
     wind = wind.assign_coords(time=wind.indexes["time"] + np.timedelta64(7305, "D"))  # 20 years on
@@ -618,8 +624,11 @@ def test_a_batch_of_masked_cells_only_teaches_nothing() -> None:
 
 @pytest.mark.parametrize("data", ["one", "three"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_any_data_trains_by_flags_alone(script: str, data: str, own_data: dict, tmp_path: Path) -> None:
+def test_any_data_trains_by_flags_alone(
+    script: str, data: str, own_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And its RMSE, apart for each unit and pooled within it, is that of a plain sum."""
+    monkeypatch.setattr(chapter, "JUDGED_SAMPLES", programs.PLANTED["judge_by"])
     flags = [*own_data[data], *"--patch-size 16 --batch-size 2 --max-steps 2 --validate-every 2".split()]
     done = programs.require_success(script, *flags, "--output-dir", tmp_path)
     args = arguments(*flags)
@@ -722,7 +731,7 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     whole_file = STORE.read_bytes()
     (folder / "truncated.nc").write_bytes(whole_file[: len(whole_file) // 2])
     (folder / "empty.nc").write_bytes(b"")
-    dataset = xr.load_dataset(STORE)
+    dataset = load_winds()
     dataset.isel(time=0, drop=True).to_netcdf(folder / "timeless.nc")
     dataset.drop_vars("latitude").to_netcdf(folder / "unplaced.nc")
     dataset.where(dataset.time.dt.year > 1989).to_netcdf(folder / "untrained.nc")

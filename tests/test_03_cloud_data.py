@@ -37,8 +37,6 @@ from torch._utils import ExceptionWrapper
 
 CHAPTER, SCRIPT = book.ROOT / "03_cloud_data", "03_cloud_data/train.py"
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
-# Of 5 degrees, in chunks of 32 x 32. These days have all months in the training times, two or three times.
-STORE = "--days 36 --resolution 5 --patch-size 16".split()
 LAYOUTS = {"v3": "", "v2": "--zarr-format 2", "shards": "--shard-times 4"}
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 4".split()
 SMALL += "--checkpoint-every 2 --log-every 1".split()
@@ -81,11 +79,11 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable:
 
 
 @pytest.fixture(scope="module")
-def folder(make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(make_small_store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of buckets; its bucket `winds` has a store of each layout."""
     folder = tmp_path_factory.mktemp("buckets")
     for name, flags in LAYOUTS.items():
-        make(*STORE, *flags.split(), "--store", folder / "winds" / name)
+        make_small_store(folder / "winds" / name, flags)
     return folder
 
 

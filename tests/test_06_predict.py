@@ -3,29 +3,21 @@
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
-import book
 import numpy as np
 import programs
 import pytest
 import torch
 import xarray as xr
 from alone import contents
+from chapter_6 import rooms  # noqa: F401
 from runs import last_checkpoint
 
 SCRIPT = "06_whats_next/predict.py"
 NAMES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
 TRAIN = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 2 --shuffle-slots 8".split()
 TRAIN += ["--full-validation-patches", "24"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rooms() -> Iterator[None]:
-    """The chapter's files can be imported in each test."""
-    with book.rooms("06_whats_next"), programs.planted_in_all(judge_by=24):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,27 +2,18 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import book
 import programs
 import pytest
 import torch
 import xarray as xr
+from chapter_6 import SCRIPT, rooms  # noqa: F401
 from runs import assert_same_bits, last_checkpoint, weights
 
-SCRIPT = "06_whats_next/train.py"
 FLAGS = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 3 --shuffle-slots 8 --seed 3".split()
 NAMES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
 FLAGS += "--learning-rate 0.004 --no-count-requests --validate-every 2 --full-validation-patches 24".split()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rooms() -> Iterator[None]:
-    """The chapter's files can be imported in each test."""
-    with book.rooms("06_whats_next"), programs.planted_in_all(judge_by=24):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,52 +1,23 @@
 """Chapter 6: what a run writes down about itself, and whether a slow rank is told from a slow loader."""
 
 import csv
-import gc
 import json
-from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 
-import book
 import buckets
 import numpy as np
 import programs
 import pytest
+from chapter_6 import SCRIPT, folder, local, rooms  # noqa: F401
 from runs import losses
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-SCRIPT = "06_whats_next/train.py"
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 6 --max-steps 6 --validate-every 6".split()
 SMALL += "--checkpoint-every 2 --log-every 1 --shuffle-slots 12 --patches-per-block 2".split()
 SMALL += "--full-validation-patches 24 --resume auto".split()
 LONG = ["--max-steps", 24, "--validate-every", 24, "--checkpoint-every", 24]  # enough windows for a verdict
 
 thorough = pytest.mark.thorough
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rooms() -> Iterator[None]:
-    """The chapter's files can be imported in each test."""
-    forkserver.ensure_running()
-    with book.rooms("06_whats_next"), programs.planted_in_all(judge_by=24):
-        import train  # noqa: F401
-
-        yield
-    gc.unfreeze()  # train.py has frozen all objects of this process
-
-
-@pytest.fixture(scope="module")
-def folder(make_small_store, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of buckets, in one of which is a store."""
-    folder = tmp_path_factory.mktemp("buckets")
-    make_small_store(folder / "winds/whole")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def local(folder: Path) -> list[str]:
-    """The flags that read the store from the disk."""
-    return ["--store", str(folder / "winds/whole")]
 
 
 def run_two_ranks(*flags: object, **options: object) -> list[programs.Run]:
