@@ -20,7 +20,7 @@ AGAIN = 75  # exit code: run the same command again
 def rooms() -> Iterator[None]:
     """The chapter's files can be imported in each test."""
     forkserver.ensure_running()  # it imports what programs need while this process imports the same
-    with book.rooms("06_whats_next"), programs.planted_in_all(judge_by=24):
+    with book.rooms("06_whats_next"), programs.planted_in_all(**programs.QUICK):
         import train  # noqa: F401
 
         yield

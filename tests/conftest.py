@@ -64,9 +64,9 @@ def no_process_outlives_its_test():
 
 
 @pytest.fixture(scope="module")
-def judged_by_few():
-    """A module's programs judge themselves by 24 patches instead of 96, to be quicker."""
-    with programs.planted_in_all(judge_by=24):
+def quick_programs():
+    """A module's programs judge themselves by 24 patches instead of 96, and draw nothing."""
+    with programs.planted_in_all(**programs.QUICK):
         yield
 
 

@@ -22,11 +22,12 @@ LIMIT = 300  # seconds: a guard against hangs, tenfold above the usual time on a
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = (
     "lightning.pytorch torch.distributed torch.utils.data torchmetrics tqdm xarray h5netcdf scipy.interpolate"
-    " zarr obstore.store obstore.auth.boto3"
+    " zarr obstore.store obstore.auth.boto3 dask.array jsonargparse torch.utils.tensorboard"
 )
 CONTEXT.set_forkserver_preload([*HEAVY.split(), "matplotlib.figure", "matplotlib.backends.backend_agg"])
 
 
+QUICK = {"judge_by": 24, "draw_nothing": True}  # no faults
 PLANTED: dict[str, float] = {}  # in each program, besides its own
 
 

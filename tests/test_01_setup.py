@@ -30,7 +30,7 @@ SMALL = "--patch-size 16 --batch-size 2 --max-steps 7 --checkpoint-every 3 --val
 SMALL = SMALL.split()
 GAP = (slice(20, 44), slice(30, 60))  # rows and columns of the map that some tests mask
 
-pytestmark = pytest.mark.usefixtures("judged_by_few")
+pytestmark = pytest.mark.usefixtures("quick_programs")
 thorough = pytest.mark.thorough
 MODULES = {script: load(script, f"chapter_01_{Path(script).stem}") for script in SCRIPTS}
 chapter = MODULES["01_setup/train.py"]
@@ -628,9 +628,9 @@ def test_any_data_trains_by_flags_alone(
     script: str, data: str, own_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And its RMSE, apart for each unit and pooled within it, is that of a plain sum."""
-    monkeypatch.setattr(chapter, "JUDGED_SAMPLES", programs.PLANTED["judge_by"])
+    monkeypatch.setattr(chapter, "JUDGED_SAMPLES", programs.QUICK["judge_by"])
     flags = [*own_data[data], *"--patch-size 16 --batch-size 2 --max-steps 2 --validate-every 2".split()]
-    done = programs.require_success(script, *flags, "--output-dir", tmp_path)
+    done = programs.require_success(script, *flags, "--output-dir", tmp_path, draw_nothing=False)
     args = arguments(*flags)
     network = chapter.UNet(len(args.variables))
     network.load_state_dict(weights(tmp_path))

@@ -39,7 +39,7 @@ SMALL = "--patch-size 16 --batch-size 8 --max-steps 7".split()
 SMALL += "--checkpoint-every 3 --validate-every 4 --log-every 1".split()
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
-pytestmark = pytest.mark.usefixtures("judged_by_few")
+pytestmark = pytest.mark.usefixtures("quick_programs")
 thorough = pytest.mark.thorough
 modules = {LIGHTNING: load(LIGHTNING, "chapter_02_train"), BY_HAND: load(BY_HAND, "chapter_02_by_hand")}
 

@@ -46,7 +46,7 @@ SECRET = "5e4d5ec4e7"
 BEFORE_A_DEADLINE = 100  # seconds: far more than the 1 that a test gives, less than the 120 of the default
 
 pytestmark = [
-    pytest.mark.usefixtures("judged_by_few"),
+    pytest.mark.usefixtures("quick_programs"),
     # Of which train.py shows none, either.
     pytest.mark.filterwarnings("ignore:Failed to open Zarr store with consolidated metadata"),
     pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part"),

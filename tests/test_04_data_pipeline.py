@@ -40,7 +40,7 @@ GAP = (slice(5, 25), slice(10, 50))  # rows and columns that one test masks
 NAMES = ("input", "target", "unseen", "weight")
 
 pytestmark = [
-    pytest.mark.usefixtures("judged_by_few"),
+    pytest.mark.usefixtures("quick_programs"),
     # Of which train.py shows none, either.
     pytest.mark.filterwarnings("ignore:Failed to open Zarr store with consolidated metadata"),
     pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part"),

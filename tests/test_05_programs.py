@@ -37,7 +37,7 @@ U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 4".split()
 SMALL += "--checkpoint-every 2 --log-every 1 --shuffle-slots 8 --patches-per-block 2".split()
 SECRET = "5e4d5ec4e7"
-EVAL_SAMPLES = 24  # patches that judge a run
+EVAL_SAMPLES = programs.QUICK["judge_by"]  # patches that judge a run
 
 pytestmark = [  # train.py shows none of these, either
     pytest.mark.filterwarnings("ignore:Failed to open Zarr store with consolidated metadata"),
@@ -50,7 +50,7 @@ thorough = pytest.mark.thorough
 def rooms() -> Iterator[None]:
     """The chapter's files can be imported in each test."""
     forkserver.ensure_running()  # it imports what programs need while this process imports the same
-    with book.rooms("05_model_profiling"), programs.planted_in_all(judge_by=EVAL_SAMPLES):
+    with book.rooms("05_model_profiling"), programs.planted_in_all(**programs.QUICK):
         import train  # noqa: F401
 
         yield
