@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> dict:
         summary = json.loads((run / "summary.json").read_text())
         checkpoint = run / "checkpoints" / step_name(summary["steps"])
         _, record = load_model(checkpoint)
-        row = {**summary, "curve": read_curve(run)}
+        row = {**summary, "options": record["options"], "curve": read_curve(run)}
     except (OSError, KeyError, ValueError, CheckpointError) as error:
         refuse(f"run {run}: not finished, or not whole ({first_line(error)})")
     command = command_of(record)

@@ -2,7 +2,7 @@
 
 import book
 
-PICTURES = 6  # diary, maps, seams, skill, gain by place, validation
+PICTURES = 7  # diary, maps, seams, skill, gain by place, validation, plan
 
 
 def test_the_notebook_runs_with_reduced_settings() -> None:
