@@ -6,7 +6,7 @@ notice the run saves before it ends. Without one it loses what it did since its 
 """
 
 from dataclasses import dataclass
-from math import exp, inf, sqrt
+from math import expm1, inf, sqrt
 
 import numpy as np
 
@@ -15,7 +15,7 @@ import numpy as np
 class Interruptions:
     """When a run is stopped, and what that costs. All times are in hours."""
 
-    between: float  # the mean time from one to the next; inf if there are none
+    between: float  # the mean time from one to the next
     noticed: float  # the share that comes with a notice long enough to save
     restart: float  # from an interruption to the first new step
     save: float  # what a checkpoint costs, all in all
@@ -35,23 +35,19 @@ def best_interval(run: Interruptions) -> float:
 def expected_hours(work: float, interval: float, run: Interruptions) -> float:
     """The mean time to do `work` hours of training, with a checkpoint every `interval` hours.
 
-    Daly's formula (2006) for what is lost without a notice; a notice costs a save and a
-    restart. It takes no account of the save on a notice, which shortens a later loss.
+    The mean time from one save to the next, or to an interruption, over the work that is
+    kept in it. Without notices this is Daly's formula (2006).
     """
-    segments = work / interval
-    if run.between == inf:
-        return segments * (interval + run.save)
+    length = interval + run.save
+    interrupted = -expm1(-length / run.between)  # the chance that it does not end
+    running = run.between * interrupted
     # A restart that is interrupted begins again.
-    restart = run.between * (exp(run.restart / run.between) - 1)
-    if run.between_losses == inf:
-        running = interval + run.save
-        lost = 0.0
-    else:
-        expected_losses = exp((interval + run.save) / run.between_losses) - 1
-        running = run.between_losses * expected_losses
-        lost = expected_losses * restart
-    notices = run.noticed * running / run.between
-    return segments * (running + lost + notices * (run.save + restart))
+    restart = run.between * expm1(run.restart / run.between)
+    hours = running + interrupted * (restart + run.noticed * run.save)
+    # With a notice, what has been done until then is kept.
+    in_part = run.noticed * (running / length - (1 - interrupted))
+    kept = interval * (1 - interrupted + in_part)
+    return work * hours / kept
 
 
 def simulate_hours(

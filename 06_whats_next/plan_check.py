@@ -27,7 +27,7 @@ BETWEEN = (0.5, 2.0, 8.0, 24.0)  # hours
 NOTICED = (0.0, 0.5, 0.9)
 RESTART = (1 / 60, 0.25)  # hours
 SAVE = 5 / 3600  # hours
-FACTORS = (0.25, 1.0, 4.0)  # intervals between checkpoints, of the best
+FACTORS = (0.25, 1.0, 4.0, 16.0)  # intervals between checkpoints, of the best
 NO_LIMIT = float("inf")
 
 
