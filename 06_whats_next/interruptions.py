@@ -36,17 +36,18 @@ def expected_hours(work: float, interval: float, run: Interruptions) -> float:
     """The mean time to do `work` hours of training, with a checkpoint every `interval` hours.
 
     The mean time from one save to the next, or to an interruption, over the work that is
-    kept in it. Without notices this is Daly's formula (2006).
+    kept in it. Without notices this is Daly's formula (2006). OverflowError or
+    ZeroDivisionError if such a run would never end.
     """
     length = interval + run.save
     interrupted = -expm1(-length / run.between)  # the chance that it does not end
-    running = run.between * interrupted
     # A restart that is interrupted begins again.
     restart = run.between * expm1(run.restart / run.between)
-    hours = running + interrupted * (restart + run.noticed * run.save)
-    # With a notice, what has been done until then is kept.
-    in_part = run.noticed * (running / length - (1 - interrupted))
-    kept = interval * (1 - interrupted + in_part)
+    hours = run.between * interrupted
+    hours += interrupted * (restart + run.noticed * run.save)
+    # Without a notice, only a segment that ends is kept; with one, all that was done.
+    kept = (1 - run.noticed) * interval * (1 - interrupted)
+    kept -= run.noticed * run.between * expm1(-interval / run.between)
     return work * hours / kept
 
 
@@ -63,12 +64,11 @@ def simulate_hours(
         if until_stop >= needed:
             return hours + needed
         hours += until_stop
+        saves, since_save = divmod(until_stop, interval + run.save)
+        done += saves * interval
         if rng.random() < run.noticed:
-            done += until_stop * interval / (interval + run.save)
+            done += min(since_save, interval)
             hours += run.save
-        else:
-            saves = until_stop // (interval + run.save)
-            done += saves * interval
         until_stop = rng.exponential(run.between)
         while until_stop < run.restart:
             hours += until_stop

@@ -19,7 +19,7 @@ from interruptions import (
     mean_of_simulations,
 )
 from records import save_rows
-from throughput import Measured, predict_rate, step_seconds
+from throughput import Links, Measured, predict_step, step_with_loader
 
 BOOK = Path(__file__).parent.parent
 WORK = 100.0  # hours of training
@@ -28,7 +28,6 @@ NOTICED = (0.0, 0.5, 0.9)
 RESTART = (1 / 60, 0.25)  # hours
 SAVE = 5 / 3600  # hours
 FACTORS = (0.25, 1.0, 4.0, 16.0)  # intervals between checkpoints, of the best
-NO_LIMIT = float("inf")
 
 
 def compare_interruptions(runs: int) -> list[dict]:
@@ -57,22 +56,22 @@ def read_rows(chapter: str, name: str) -> list[dict]:
 def compare_devices() -> list[dict]:
     """Chapter 2: two devices, predicted from one and from the time of an all-reduce."""
     scaling = read_rows("02_multi_gpu", "scaling")
-    single = next(row for row in scaling if row["devices"] == 1)
-    size = single["gradient_bytes"]
+    size = scaling[0]["gradient_bytes"]
     exchanges = read_rows("02_multi_gpu", "allreduce")
     nearest = min(exchanges, key=lambda row: abs(row["bytes"] - size))
     bandwidth = nearest["bytes"] / nearest["seconds"]["median"]
+    links = Links(2, between_devices=bandwidth, of_a_machine=float("inf"))
     rows = []
-    for row in scaling:
-        if row["devices"] != 2 or row["threads"] != 1:
-            continue
+    for mode in ("weak", "strong"):
+        single, double = (row for row in scaling if row["mode"] == mode)
         # In a smaller batch, each sample is taken to need as long.
+        batch = double["device_batch"]
         rate = single["samples_per_second"]["median"]
-        measured = Measured(rate, 0.0, 0.0, 0.0, batch_size=row["device_batch"])
-        predicted = predict_rate(measured, 2, size, bandwidth, NO_LIMIT)
-        case = f"two devices, {row['mode']} scaling"
-        found = row["samples_per_second"]["median"]
-        rows.append(describe("02_multi_gpu", case, predicted, found))
+        measured = Measured(rate, 0.0, 0.0, 0.0, batch_size=batch)
+        step = predict_step(measured, 2, size, links)
+        found = double["samples_per_second"]["median"]
+        case = f"two devices, {mode} scaling"
+        rows.append(describe("02_multi_gpu", case, 2 * batch / step.seconds, found))
     return rows
 
 
@@ -89,7 +88,8 @@ def compare_loaders() -> list[dict]:
     for row in workers:
         if row.get("with_step"):
             number = row["num_workers"]
-            step = step_seconds(times["step_seconds"], times["load_seconds"], number)
+            load = times["load_seconds"]
+            step = step_with_loader(times["step_seconds"], load, number)
             found = row["samples_per_second"]["median"]
             case = f"workers beside a step: {number}"
             rows.append(describe("04_data_pipeline", case, batch / step, found))
@@ -97,7 +97,7 @@ def compare_loaders() -> list[dict]:
     rate = batch / (naive["waiting"] + naive["compute"])
     measured = Measured(rate, waiting, 0.0, 0.0, batch)
     found = batch / (final["waiting"] + final["compute"])
-    predicted = batch / measured.compute_seconds
+    predicted = batch / measured.compute
     case = "the naive run without its wait, beside the final one"
     rows.append(describe("04_data_pipeline", case, predicted, found))
     return rows

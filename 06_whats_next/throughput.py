@@ -1,4 +1,4 @@
-"""How many samples a second a run takes on more devices, from a measurement on few.
+"""How long a step takes on more devices, from a measurement on few.
 
 Each device keeps its batch, so that the global batch grows with the devices.
 """
@@ -16,25 +16,52 @@ class Measured:
     bytes_per_sample: float
     batch_size: int  # over all devices
     devices: int = 1
+    machine: str = ""
 
     @property
     def device_batch(self) -> float:
         return self.batch_size / self.devices
 
     @property
-    def step_seconds(self) -> float:
+    def seconds(self) -> float:
+        """A step, with its wait for data."""
         return self.batch_size / self.samples_per_second
 
     @property
-    def compute_seconds(self) -> float:
-        """A step without the wait for data."""
-        return self.step_seconds * (1 - self.waiting)
+    def compute(self) -> float:
+        """The seconds of a step without its wait for data."""
+        return self.seconds * (1 - self.waiting)
 
 
-def step_seconds(compute: float, load: float, workers: int = 1) -> float:
-    """A step beside a loader. `load` is what one worker takes to load a batch, in seconds.
+@dataclass(frozen=True)
+class Links:
+    """How devices reach each other and the bucket. Bandwidths in bytes a second."""
 
-    Workers load the next batches during a step. Without any, the step comes after its batch.
+    devices_per_machine: int
+    between_devices: float  # of each device, within its machine
+    of_a_machine: float  # to the bucket, and to other machines
+
+    def count_machines(self, devices: int) -> int:
+        return -(-devices // self.devices_per_machine)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The seconds of a step, by what they are spent on."""
+
+    compute: float
+    wait: float  # for data
+    exchange: float  # of gradients
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.wait + self.exchange
+
+
+def step_with_loader(compute: float, load: float, workers: int = 1) -> float:
+    """Seconds of a step beside a loader, whose workers each take `load` for a batch.
+
+    Workers load the next batches during a step. Without any, a step follows its batch.
     """
     if workers == 0:
         return compute + load
@@ -42,26 +69,28 @@ def step_seconds(compute: float, load: float, workers: int = 1) -> float:
 
 
 def exchange_seconds(size: float, devices: int, bandwidth: float) -> float:
-    """A ring's all-reduce of `size` bytes of gradients, at `bandwidth` bytes a second.
+    """A ring's all-reduce of `size` bytes of gradients.
 
     Each device sends 2 (N - 1) / N of them. It is counted in full, as if nothing hid it.
     """
     return 2 * (devices - 1) / devices * size / bandwidth
 
 
-def predict_rate(
-    measured: Measured,
-    devices: int,
-    gradient_bytes: float,
-    device_bandwidth: float,
-    store_bandwidth: float,
-) -> float:
-    """Samples a second on `devices` devices. Bandwidths in bytes a second.
+def predict_step(
+    measured: Measured, devices: int, gradient_bytes: float, links: Links
+) -> Step:
+    """A step on `devices` devices. A run that waited for data waits as long on more.
 
-    `device_bandwidth` is for gradients, of each device; `store_bandwidth` for all that the
-    devices read together. A run that waited for data waits as long on more devices.
+    The devices of a machine share its network. The bucket itself is taken to have no limit.
     """
-    read = devices * measured.device_batch * measured.bytes_per_sample
-    step = step_seconds(measured.step_seconds, read / store_bandwidth)
-    step += exchange_seconds(gradient_bytes, devices, device_bandwidth)
-    return devices * measured.device_batch / step
+    readers = min(devices, links.devices_per_machine)
+    bytes_read = readers * measured.device_batch * measured.bytes_per_sample
+    loaded = step_with_loader(measured.seconds, bytes_read / links.of_a_machine)
+    bandwidth = links.between_devices
+    if links.count_machines(devices) > 1:
+        bandwidth = min(bandwidth, links.of_a_machine)
+    return Step(
+        compute=measured.compute,
+        wait=loaded - measured.compute,
+        exchange=exchange_seconds(gradient_bytes, devices, bandwidth),
+    )

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import book
 import programs
 import pytest
 import torch
@@ -181,6 +182,15 @@ def test_other_data_are_refused_and_another_machine_is_noted(
     now["data"]["values"] = "0" * 64
     with pytest.raises(CheckpointError, match="other values"):
         check_record(record, now)
+
+
+def test_the_folder_of_a_finished_run_is_all_that_a_plan_needs(finished: Path) -> None:
+    import plan
+
+    prices = ["--prices", str(book.ROOT / "06_whats_next/prices.toml")]
+    plans = plan.main([str(finished), *"--device cpu --samples 1e6 --devices 1".split(), *prices])
+    rate = json.loads((finished / "summary.json").read_text())["samples_per_second"]
+    assert [one.rate for one in plans] == [pytest.approx(rate, rel=1e-6)] * 2
 
 
 def test_a_run_does_not_go_on_with_other_data(finished: Path, store: Path, tmp_path: Path) -> None:
