@@ -10,68 +10,18 @@ comes from the run's summary, and what is paid from prices.toml: edit it.
 
 import argparse
 import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from errors import DataError, first_line, refuse
 from interruptions import Interruptions, best_interval, expected_hours
+from prices import Bucket, Device, Prices, read_prices
 from throughput import Links, Measured, predict_step
 
 PRICES = Path("prices.toml")
 GIGA = 1e9
 MONTH = 730  # hours
 LONGEST_INTERVAL = 1.0  # hours between checkpoints, however rare the interruptions
-
-
-@dataclass(frozen=True)
-class Device:
-    """A kind of device, as prices.toml has it."""
-
-    on_demand: float
-    spot: float
-    watts: float
-    per_machine: int
-    spot_hours: float
-    device_gigabytes: float
-    machine_gigabytes: float
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """What a bucket costs."""
-
-    thousand_gets: float
-    thousand_puts: float
-    gigabyte_month: float
-    gigabyte_to_region: float
-    gigabyte_to_internet: float
-
-
-@dataclass(frozen=True)
-class Energy:
-    overhead: float
-    grams_co2_per_kwh: float
-
-
-@dataclass(frozen=True)
-class Stops:
-    """How often devices fail, and whether a cloud gives notice."""
-
-    failure_hours: float
-    noticed: float
-
-
-@dataclass(frozen=True)
-class Prices:
-    """All of prices.toml."""
-
-    date: str
-    currency: str
-    devices: dict[str, Device]
-    bucket: Bucket
-    energy: Energy
-    interruptions: Stops
 
 
 @dataclass(frozen=True)
@@ -198,50 +148,24 @@ def read_measured(path: Path) -> Measured:
             devices=options["devices"] * options["num_nodes"],
             machine=machine["gpu"] or f"{machine['cpu']}, no GPU",
         )
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        remedy = "give the folder of a run that has ended"
+        check_measured(measured)
+    except (OSError, LookupError, TypeError, ValueError, DataError) as error:
+        remedy = "give the folder of a run that has ended and has summary.json"
         raise DataError(f"no measurement ({first_line(error)}); {remedy}") from error
     if "requests_per_sample" not in summary:
         print("note: the run counted no requests, so the bucket looks cheaper")
     return measured
 
 
-def read_prices(path: Path) -> Prices:
-    """DataError names what is missing from the table, or is no price."""
-    try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file)
-        kinds = table["devices"].items()
-        prices = Prices(
-            date=table["date"],
-            currency=table["currency"],
-            devices={kind: Device(**entries) for kind, entries in kinds},
-            bucket=Bucket(**table["bucket"]),
-            energy=Energy(**table["energy"]),
-            interruptions=Stops(**table["interruptions"]),
-        )
-    except (OSError, LookupError, AttributeError, TypeError, ValueError) as error:
-        raise DataError(f"{first_line(error)}; mend the table") from error
-    for name in ("bucket", "energy", "interruptions"):
-        check_numbers(name, table[name])
-    for kind, entries in table["devices"].items():
-        check_numbers(f"devices.{kind}", entries)
-        for name, value in entries.items():
-            if value == 0:
-                raise DataError(f"[devices.{kind}] {name} = 0: give more than 0")
-    if prices.interruptions.noticed > 1 or prices.interruptions.failure_hours == 0:
-        raise DataError("[interruptions]: give noticed up to 1, failure_hours above 0")
-    return prices
-
-
-def check_numbers(section: str, entries: dict) -> None:
-    """DataError unless all entries are numbers of at least 0."""
-    for name, value in entries.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < float("inf"):
-            raise DataError(
-                f"[{section}] {name} = {value}: give a number of at least 0"
-            )
+def check_measured(measured: Measured) -> None:
+    """DataError unless these are figures that a run can have."""
+    if not 0 < measured.samples_per_second < float("inf"):
+        raise DataError(f"its rate is {measured.samples_per_second} samples/s")
+    if not 0 <= measured.waiting <= 1:
+        raise DataError(f"it waited for data for {measured.waiting:.0%} of the time")
+    if measured.batch_size < 1 or measured.devices < 1:
+        sizes = f"batch size {measured.batch_size} on {measured.devices} devices"
+        raise DataError(f"it had a {sizes}")
 
 
 def print_plans(plans: list[Plan]) -> None:
@@ -329,9 +253,8 @@ def main(argv: list[str] | None = None) -> list[Plan]:
                 plans.append(plan)
     except ArithmeticError:
         given = f"--restart-minutes {args.restart_minutes:g}"
-        refuse(
-            f"{given}: interrupted before it trains again; give less, or fewer devices"
-        )
+        given += f", --save-seconds {args.save_seconds:g}"
+        refuse(f"{given}: interrupted before it goes on; give less, or fewer devices")
     rate = f"{measured.samples_per_second:.1f} samples/s"
     waiting = f"{measured.waiting:.1%} of the time waiting for data"
     devices = f"--devices {measured.devices}"

@@ -68,11 +68,15 @@ def step_with_loader(compute: float, load: float, workers: int = 1) -> float:
     return max(compute, load / workers)
 
 
-def exchange_seconds(size: float, devices: int, bandwidth: float) -> float:
-    """A ring's all-reduce of `size` bytes of gradients.
+def exchange_seconds(size: float, devices: int, links: Links) -> float:
+    """Seconds of a ring's all-reduce of `size` bytes of gradients, as if nothing hid it.
 
-    Each device sends 2 (N - 1) / N of them. It is counted in full, as if nothing hid it.
+    Each device sends 2 (N - 1) / N of them. A ring over several machines is as slow as
+    their network.
     """
+    bandwidth = links.between_devices
+    if links.count_machines(devices) > 1:
+        bandwidth = min(bandwidth, links.of_a_machine)
     return 2 * (devices - 1) / devices * size / bandwidth
 
 
@@ -86,11 +90,10 @@ def predict_step(
     readers = min(devices, links.devices_per_machine)
     bytes_read = readers * measured.device_batch * measured.bytes_per_sample
     loaded = step_with_loader(measured.seconds, bytes_read / links.of_a_machine)
-    bandwidth = links.between_devices
-    if links.count_machines(devices) > 1:
-        bandwidth = min(bandwidth, links.of_a_machine)
+    # What was measured on several devices has their exchange in it.
+    exchanged = exchange_seconds(gradient_bytes, measured.devices, links)
     return Step(
-        compute=measured.compute,
+        compute=max(0.0, measured.compute - exchanged),
         wait=loaded - measured.compute,
-        exchange=exchange_seconds(gradient_bytes, devices, bandwidth),
+        exchange=exchange_seconds(gradient_bytes, devices, links),
     )

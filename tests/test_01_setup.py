@@ -623,7 +623,7 @@ def test_a_batch_of_masked_cells_only_teaches_nothing() -> None:
 
 
 @pytest.mark.parametrize("data", ["one", "three"])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ONE_OF_BOTH)
 def test_any_data_trains_by_flags_alone(
     script: str, data: str, own_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

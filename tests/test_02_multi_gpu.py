@@ -84,14 +84,16 @@ def killed(tmp_path_factory: pytest.TempPathFactory):
 # ------------------------------------------------------------------------------ the same result
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [(BY_HAND, 2), (LIGHTNING, 2), (BY_HAND, 3), pytest.param(LIGHTNING, 3, marks=thorough)],
+)
 def test_several_ranks_end_at_the_weights_of_one(script: str, ranks: int, whole) -> None:
     assert_same_but_for_rounding(whole(script, ranks), whole(script, 1))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [BY_HAND, pytest.param(LIGHTNING, marks=thorough)])
 def test_accumulation_changes_nothing(script: str, ranks: int, whole, tmp_path: Path) -> None:
     train(script, ranks, tmp_path, "--accumulate", 3)
     assert_same_but_for_rounding(tmp_path, whole(script, 1))
