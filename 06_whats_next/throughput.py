@@ -80,20 +80,19 @@ def exchange_seconds(size: float, devices: int, links: Links) -> float:
     return 2 * (devices - 1) / devices * size / bandwidth
 
 
-def predict_step(
-    measured: Measured, devices: int, gradient_bytes: float, links: Links
-) -> Step:
-    """A step on `devices` devices. A run that waited for data waits as long on more.
+def predict_step(measured: Measured, devices: int, size: float, links: Links) -> Step:
+    """A step on `devices` devices, with `size` bytes of gradients.
 
+    A run that waited for data waits as long on more devices.
     The devices of a machine share its network. The bucket itself is taken to have no limit.
     """
     readers = min(devices, links.devices_per_machine)
     bytes_read = readers * measured.device_batch * measured.bytes_per_sample
     loaded = step_with_loader(measured.seconds, bytes_read / links.of_a_machine)
     # What was measured on several devices has their exchange in it.
-    exchanged = exchange_seconds(gradient_bytes, measured.devices, links)
+    exchanged = exchange_seconds(size, measured.devices, links)
     return Step(
         compute=max(0.0, measured.compute - exchanged),
         wait=loaded - measured.compute,
-        exchange=exchange_seconds(gradient_bytes, devices, links),
+        exchange=exchange_seconds(size, devices, links),
     )

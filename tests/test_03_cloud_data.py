@@ -254,6 +254,7 @@ def test_the_server_that_fails_has_failed(trained: dict, unreliable: str) -> Non
     assert min(counts["SlowDown"], counts["reset"], counts["truncated"]) > 0, counts
 
 
+@thorough  # in the gate in chapters 4 and 5
 def test_killed_with_workers_nothing_is_left_and_it_resumes_to_the_bit_without(
     address: str, tmp_path: Path, whole: Path
 ) -> None:

@@ -506,7 +506,7 @@ def test_a_store_of_another_command_is_refused_and_untouched(make, whole, tmp_pa
     assert {path: data for path, data in content(tmp_path).items() if ".lock" not in path} == before
 
 
-@pytest.mark.parametrize("layout", ["v3", "v2"])
+@pytest.mark.parametrize("layout", ["v3", pytest.param("v2", marks=pytest.mark.thorough)])
 def test_touched_files_are_compared_once_and_are_the_same(
     layout: str, script, make, tmp_path: Path, monkeypatch, capsys
 ) -> None:

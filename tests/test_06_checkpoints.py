@@ -123,7 +123,7 @@ def test_a_bucket_that_goes_away_ends_no_run_and_must_be_there_at_its_start(
     assert "error: --checkpoint-dir s3://runs/first: " in again.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=thorough), 3])
 def test_each_step_is_saved_once_and_never_between_its_micro_batches(
     accumulate: int, local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

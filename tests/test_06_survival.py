@@ -173,7 +173,7 @@ def test_the_folder_copied_alone_trains_and_resumes(local: list[str], tmp_path: 
     assert alone.written_elsewhere() == []
 
 
-@pytest.mark.parametrize("how", ["a file", "hours"])
+@pytest.mark.parametrize("how", ["a file", pytest.param("hours", marks=thorough)])
 def test_a_file_or_a_time_limit_stops_a_run_and_it_goes_on(
     how: str, local: list[str], tmp_path: Path, undisturbed, capsys: pytest.CaptureFixture[str]
 ) -> None:
