@@ -1,0 +1,212 @@
+"""Whether the data are whole, a batch can be learnt, the loader keeps up and a checkpoint
+can be written and restored."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import islice
+from time import perf_counter
+
+import numpy as np
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader
+
+from checkpoints import STORE_ERRORS, Checkpoints, find_damage
+from data import PatchDataset
+from errors import first_line
+from findings import Finding
+from model import Batch, FillGaps, masked_sums
+
+MAPS = 48  # that are searched for bad values
+MAPS_AT_ONCE = 16
+OVERFIT_STEPS = 60
+OVERFIT_SAMPLES = 8
+FIRST_STEPS = 8  # of the loader, that are left out: it starts up
+STEPS = 32
+BUDGET = 30.0  # seconds
+WORTHWHILE = 1.1  # times faster without any wait: below it, leave the loader alone
+NAME = "preflight.ckpt"  # in the folder of checkpoints; no run takes it for one
+
+
+def check_values(dataset: PatchDataset) -> Finding:
+    """Look at whole maps of random training times for values that would end a run."""
+    period = dataset.period
+    rng = np.random.default_rng(0)
+    times = np.sort(rng.permutation(len(period.dates))[:MAPS])
+    absent = 0.0
+    for some in np.array_split(times, math.ceil(len(times) / MAPS_AT_ONCE)):
+        maps = dataset.read([{"time": period.positions[time]} for time in some])
+        bad = find_bad(maps, dataset)
+        if bad.any():
+            n, number = np.argwhere(bad.any(axis=(2, 3)))[0]
+            name = dataset.variables[number]
+            date = str(period.dates[some[n]])[:16]
+            text = (
+                f"{name} on {date}: NaN or infinity in {bad[n, number].sum():,} cells"
+            )
+            remedy = "replace infinities; --missing mask leaves cells with NaN out"
+            return Finding("values", text, remedy)
+        absent += np.isnan(maps).any(axis=1).mean(axis=(1, 2)).sum()
+    count = f"{len(times)} of {len(period.dates):,} training maps searched"
+    return Finding(
+        "values", f"{count}; {absent / len(times):.1%} of the cells are absent"
+    )
+
+
+def find_bad(maps: np.ndarray, dataset: PatchDataset) -> np.ndarray:
+    """Where a value must not be what it is, in maps (times, variables, H, W).
+
+    A cell may be NaN at all times, and under --missing mask at any time.
+    """
+    bad = np.isinf(maps)
+    if dataset.missing == "refuse":
+        bad |= np.isnan(maps) & dataset.valid
+    return bad
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A network that this rank trains for some steps by itself, to be thrown away."""
+
+    module: FillGaps
+    optimizer: torch.optim.Optimizer
+    fabric: Fabric
+
+    def step(self, batch: Batch) -> float:
+        """One step; the loss before it. It waits for the device."""
+        batch = self.fabric.to_device(batch)
+        with self.fabric.autocast():
+            squares, unseen = masked_sums(self.module(batch["input"]), batch)
+            loss = squares / unseen.clamp(min=1)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def state(self) -> dict:
+        """What a run's checkpoint has, apart from Lightning's own entries."""
+        moments = self.optimizer.state_dict()
+        return {"state_dict": self.module.state_dict(), "optimizer_states": [moments]}
+
+
+def make_trial(module: FillGaps, fabric: Fabric) -> Trial:
+    """The network on its device, with the run's optimizer at its full learning rate."""
+    module.to(fabric.device)
+    rate = module.hparams.learning_rate
+    optimizer = torch.optim.AdamW(module.parameters(), lr=rate, fused=True)
+    for weights in module.parameters():
+        weights.grad = torch.zeros_like(weights)
+    optimizer.step()  # from now on it has its moments, as in a run's checkpoint
+    return Trial(module, optimizer, fabric)
+
+
+def overfit(trial: Trial, batch: Batch) -> list[float]:
+    """The losses of some steps, all of them with the same batch."""
+    return [trial.step(batch) for _ in range(OVERFIT_STEPS)]
+
+
+def judge_overfit(losses: list[float], learning_rate: float) -> Finding:
+    """Red if a network cannot learn even a few samples by heart."""
+    text = f"the loss on one batch goes from {losses[0]:.3f} to {losses[-1]:.3f}"
+    text += f" in {len(losses)} steps"
+    flag = f"--learning-rate {learning_rate:g}"
+    bad = np.flatnonzero(~np.isfinite(losses))
+    if len(bad):
+        text += f"; it is not finite from step {bad[0]} on"
+        remedy = f"give less than {flag}, or --precision 32-true"
+        return Finding("one batch", text, remedy)
+    if losses[-1] < 0.5 * losses[0]:
+        return Finding("one batch", text)
+    text += ", and should halve"
+    remedy = f"try a tenth of {flag}, then ten times that; else look at the batch"
+    return Finding("one batch", text, remedy)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a step on average: its wait for a batch, and its work."""
+
+    steps: int
+    waiting: float
+    working: float
+
+
+def measure_pace(trial: Trial, loader: DataLoader) -> Pace:
+    """Train for some steps with the real loader."""
+    waits, works = [], []
+    end = perf_counter() + BUDGET
+    asked = perf_counter()
+    for batch in islice(loader, FIRST_STEPS + STEPS):
+        given = perf_counter()
+        trial.step(batch)
+        waits.append(given - asked)
+        asked = perf_counter()
+        works.append(asked - given)
+        if asked > end and len(waits) > FIRST_STEPS:
+            break
+    waits = waits[FIRST_STEPS:]
+    works = works[FIRST_STEPS:]
+    return Pace(len(waits), float(np.mean(waits)), float(np.mean(works)))
+
+
+def judge_pace(
+    pace: Pace, batch_bytes: float, bandwidth: float, patches_per_block: int
+) -> Finding:
+    """Red if the training waits for data; the remedy depends on what is slow.
+
+    `batch_bytes` are read for a batch of this rank, at `bandwidth` bytes a second at best.
+    """
+    share = pace.waiting / (pace.waiting + pace.working)
+    text = (
+        f"a step waits {1e3 * pace.waiting:.1f} ms and works {1e3 * pace.working:.1f}"
+    )
+    text += f" ms: {share:.0%} of the time is waiting ({pace.steps} steps)"
+    if 1 / (1 - share) < WORTHWHILE:
+        return Finding("loader", text)
+    needed = batch_bytes / pace.working
+    if needed < bandwidth:
+        remedy = "the store is not the limit: compare two or three --num-workers"
+        return Finding("loader", text, remedy)
+    text += f"; the step could use {needed / 1e6:.1f} MB/s"
+    text += f", and the store gives {bandwidth / 1e6:.1f}"
+    enough = int(np.ceil(patches_per_block * needed / bandwidth))
+    remedy = (
+        f"a nearer store; or --patches-per-block {enough}, which reads and mixes less"
+    )
+    return Finding("loader", text, remedy)
+
+
+def write_checkpoint(checkpoints: Checkpoints, trial: Trial) -> Iterator[Finding]:
+    """Write a state as a run would. It stays there, for read_checkpoint."""
+    began = perf_counter()
+    try:
+        checkpoints.write(NAME, trial.state())
+    except STORE_ERRORS as error:
+        remedy = "make room, or give another --checkpoint-dir"
+        yield Finding("checkpoint", f"{checkpoints.url}: {first_line(error)}", remedy)
+        return
+    seconds = perf_counter() - began
+    size = len(checkpoints.read(NAME))
+    yield Finding("checkpoint", f"{size / 1e6:.1f} MB written in {seconds:.2f} s")
+
+
+def read_checkpoint(checkpoints: Checkpoints, trial: Trial) -> Iterator[Finding]:
+    """Restore what rank 0 has written, as each rank does when a run goes on."""
+    began = perf_counter()
+    try:
+        content = checkpoints.read(NAME)
+    except FileNotFoundError:
+        remedy = "give a --checkpoint-dir that all nodes share, or a bucket"
+        yield Finding("restore", f"not in this rank's {checkpoints.url}", remedy)
+        return
+    bad = find_damage(BytesIO(content))
+    if bad:
+        text = f"{bad} reads back as other bytes than those written"
+        yield Finding("restore", text, "give a --checkpoint-dir on another disk")
+        return
+    saved = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+    trial.module.load_state_dict(saved["state_dict"])
+    trial.optimizer.load_state_dict(saved["optimizer_states"][0])
+    yield Finding("restore", f"the same bytes, in {perf_counter() - began:.2f} s")
