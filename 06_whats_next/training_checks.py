@@ -4,6 +4,7 @@ can be written and restored."""
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from itertools import islice
 from time import perf_counter
@@ -17,11 +18,11 @@ from checkpoints import STORE_ERRORS, Checkpoints, find_damage
 from data import PatchDataset
 from errors import first_line
 from findings import Finding
-from model import Batch, FillGaps, masked_sums
+from model import Batch, FillGaps, learning_rate_factor, masked_sums
 
 MAPS = 48  # that are searched for bad values
 MAPS_AT_ONCE = 16
-OVERFIT_STEPS = 60
+OVERFIT_STEPS = 100
 OVERFIT_SAMPLES = 8
 FIRST_STEPS = 8  # of the loader, that are left out: it starts up
 STEPS = 32
@@ -103,8 +104,14 @@ def make_trial(module: FillGaps, fabric: Fabric) -> Trial:
 
 
 def overfit(trial: Trial, batch: Batch) -> list[float]:
-    """The losses of some steps, all of them with the same batch."""
-    return [trial.step(batch) for _ in range(OVERFIT_STEPS)]
+    """The losses of a run of a few steps, with its warm-up, all with the same batch."""
+    factor = partial(learning_rate_factor, max_steps=OVERFIT_STEPS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(trial.optimizer, factor)
+    losses = []
+    for _ in range(OVERFIT_STEPS):
+        losses.append(trial.step(batch))
+        schedule.step()
+    return losses
 
 
 def judge_overfit(losses: list[float], learning_rate: float) -> Finding:

@@ -217,6 +217,17 @@ def _limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
+def _other_version(package: str) -> None:
+    """Let this process find a version of a package that is not there, such as "zarr 0.0"."""
+    import tempfile
+
+    name, version = package.split()
+    folder = Path(tempfile.mkdtemp(), f"{name}-{version}.dist-info")
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    sys.path.insert(0, str(folder.parent))
+
+
 def _between_map_and_flags(action, number: int) -> None:
     """Call `action()` when map `number`, counted from 0, is written and does not count as done yet."""
     import xarray as xr
@@ -253,6 +264,7 @@ FAULTS = {
     "terminate_between_map_and_flags": partial(_between_map_and_flags, _terminate_self),
     "kill_in_write": partial(_in_write, _kill_self),
     "limit_files": _limit_files,
+    "other_version": _other_version,
     "spoil_gradient": _spoil_gradient,
     "terminate_at_start": _terminate_when_data_are_set_up,
     "poison_read": _poison_read,
