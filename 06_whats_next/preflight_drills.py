@@ -128,7 +128,7 @@ def plant_other_version() -> list[str]:
 
 FAULTS = {
     "nothing": plant_nothing,
-    "a disk that is full after 1 MB": plant_full_disk,
+    "a full disk (no file may exceed 1 MB)": plant_full_disk,
     "a folder without a store": plant_wrong_store,
     "NaN in one cell at one time": plant_nan,
     "`--batch-size 50000`": plant_large_batch,

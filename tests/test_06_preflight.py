@@ -335,13 +335,14 @@ def test_an_epoch_costs_what_its_blocks_cost() -> None:
     assert store_checks.describe_rates(rates).text.endswith("4 are enough")
 
 
-def test_the_memory_was_predicted_within_a_tenth() -> None:
-    """In results/: predicted, and measured on the same machine."""
+def test_the_memory_was_predicted_within_a_sixth() -> None:
+    """In results/, where nothing was red without a fault."""
     rows = book.results("06_whats_next/results/preflight.json")["rows"]
+    assert [row["red"] for row in rows if row.get("fault") == "nothing"] == [[]]
     memory = [row for row in rows if row["what"] == "memory"]
     assert len(memory) == 4
     for row in memory:
-        assert row["predicted"] == pytest.approx(row["found"], rel=0.1)
+        assert row["predicted"] == pytest.approx(row["found"], rel=1 / 6)
 
 
 # ------------------------------------------------------------------------------- thorough
