@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from lightning.fabric import Fabric
 
+from checkpoints import CheckpointError
 from errors import DataError, first_line
 
 
@@ -22,38 +23,40 @@ class Finding:
         return bool(self.remedy)
 
 
-def collect(name: str, checks: Iterable[Finding], remedy: str) -> list[Finding]:
-    """All findings of some checks. An error ends them, and is a red finding called `name`.
+def collect(
+    fabric: Fabric, name: str, checks: Iterable[Finding], remedy: str
+) -> list[Finding]:
+    """What all ranks find by some checks, the same list on each rank.
 
-    `remedy` is for errors that bring none of their own.
+    An error ends a rank's checks, and is a red finding called `name`; `remedy` is for
+    errors that bring none of their own. Rank 0 prints its findings as they come.
     """
     found = []
     try:
         for finding in checks:
             found.append(finding)
-    except (DataError, OSError, RuntimeError) as error:
+            if fabric.is_global_zero:
+                print_finding(finding)
+    except Exception as error:  # whatever it is, the other ranks wait for this one
         found.append(explain(name, error, remedy))
-    return found
+        if fabric.is_global_zero:
+            print_finding(found[-1])
+    merged = merge(gather(fabric, found))
+    if fabric.is_global_zero:
+        for finding in merged:
+            if finding not in found:  # of other ranks
+                print_finding(finding)
+    return merged
 
 
 def explain(name: str, error: Exception, remedy: str) -> Finding:
-    """A red finding from an error; the last part of a DataError may be the remedy."""
+    """A red finding from an error. A room's error has its remedy after the reason."""
     text = first_line(error)
-    if isinstance(error, DataError) and "; " in text:
-        text, remedy = text.rsplit("; ", 1)
+    if isinstance(error, DataError | CheckpointError) and "; " in text:
+        text, remedy = text.split("; ", 1)
     if "Too many open files" in str(error):
-        remedy = "raise the limit in the shell that starts the run: ulimit -n 4096"
+        remedy = "raise the limit on open files, see above"
     return Finding(name, text, remedy)
-
-
-def share(fabric: Fabric, found: list[Finding]) -> list[Finding]:
-    """What all ranks have found, the same list on each; rank 0 prints it."""
-    of_ranks = gather(fabric, found)
-    merged = merge(of_ranks)
-    if fabric.is_global_zero:
-        for finding in merged:
-            print_finding(finding)
-    return merged
 
 
 def gather(fabric: Fabric, value: object) -> list:

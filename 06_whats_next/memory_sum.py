@@ -15,15 +15,10 @@ FILL = 0.9  # of what is free may be planned for
 class Memory:
     """What a rank holds while it trains, in bytes."""
 
-    parameters: int
+    fixed: int  # whatever the batch: parameters, gradients, moments, DDP's buckets
     samples: int  # of a micro-batch
     of_a_sample: int  # what a sample's forward pass keeps, and the sample
-    waiting: int  # samples in the loader, on the CPU
-
-    @property
-    def fixed(self) -> int:
-        """Parameters, gradients, and the two moments of Adam."""
-        return 4 * self.parameters
+    waiting: int  # in the loader, on the CPU
 
     @property
     def activations(self) -> int:
@@ -35,15 +30,21 @@ class Memory:
 
 
 def add_up(
-    network: nn.Module, sample: torch.Tensor, samples: int, waiting: int
+    network: nn.Module, sample: torch.Tensor, samples: int, ranks: int, waiting: int
 ) -> Memory:
-    """The memory of a network with a micro-batch of so many samples, from one (1, C, H, W)."""
-    of_a_sample = count_activations(network, sample) + sample.nbytes
+    """The memory with a micro-batch of so many samples, from one sample (1, C, H, W)."""
     parameters = sum(weights.nbytes for weights in network.parameters())
-    return Memory(parameters, samples, of_a_sample, waiting)
+    fixed = 4 * parameters  # themselves, gradients, and the two moments of Adam
+    if ranks > 1:
+        fixed += parameters  # DDP's buckets
+    of_one = count_activations(network, sample)
+    of_two = count_activations(network, torch.cat([sample, sample]))
+    fixed += 2 * of_one - of_two  # such as weights in bfloat16
+    of_a_sample = of_two - of_one + sample.nbytes
+    return Memory(fixed, samples, of_a_sample, waiting)
 
 
-def count_activations(network: nn.Module, sample: torch.Tensor) -> int:
+def count_activations(network: nn.Module, inputs: torch.Tensor) -> int:
     """Bytes that the forward pass keeps for the backward pass, and the largest gradient."""
     own = {weights.untyped_storage().data_ptr() for weights in network.parameters()}
     kept = {}
@@ -55,18 +56,26 @@ def count_activations(network: nn.Module, sample: torch.Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        answer = network(sample)
+        answer = network(inputs)
     del answer  # it has kept all of them until now, so that no address was used twice
     return sum(kept.values()) + max(kept.values())
 
 
-def bytes_waiting(
-    slots: int, batch_size: int, patches_per_block: int, patch: int, workers: int
+def blocks_waiting(
+    slots: int,
+    batch: int,
+    patches_per_block: int,
+    ahead: int,
+    workers: int,
+    readers: int,
 ) -> int:
-    """The most that the block loader's samples take in a rank: see BlockLoader."""
-    depth = max(1, round(16 * patches_per_block / batch_size))
-    blocks = slots + (depth + 1) * math.ceil(batch_size / patches_per_block)
-    return max(1, workers) * blocks * patches_per_block * patch
+    """The most blocks whose samples a rank's loader holds: see BlockLoader.
+
+    `slots` and `batch` are the rank's, `ahead` the batches that are planned ahead,
+    `readers` how many of its workers read the same block.
+    """
+    new = math.ceil(batch / patches_per_block) * readers
+    return slots * readers + max(1, workers) * (ahead + 1) * new
 
 
 def judge_memory(memory: Memory, free: int, free_on_device: int | None) -> Finding:
@@ -104,4 +113,4 @@ def find_remedy(memory: Memory, room: float) -> str:
         return "a smaller --patch-size or network: not even one sample fits"
     fitting = int((room - memory.fixed) // memory.of_a_sample)  # samples at a time
     pieces = math.ceil(memory.samples / fitting)
-    return f"{pieces} times the --accumulate-grad-batches: the same within rounding"
+    return f"multiply --accumulate-grad-batches by {pieces}: equal within rounding"

@@ -9,7 +9,6 @@ exit code is 0 if all are green, and 2 if not, so that `preflight.py && train.py
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,25 +18,29 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from torch.utils.data import default_collate
 
-from checkpoints import STORE_ERRORS, open_checkpoints, print_note
+from block_loader import BlockLoader, BlockOrder
+from checkpoints import print_note
 from command_line import call_with_store, run
-from fields import split_times
-from findings import Finding, collect, share
+from data import Grid
+from datamodule import count_readers
+from fields import split_by_chunk, split_times
+from findings import Finding, collect
 from machine_checks import check_machine, free_memory
-from memory_sum import Memory, add_up, bytes_waiting, judge_memory
+from memory_sum import Memory, add_up, blocks_waiting, judge_memory
 from model import FillGaps
 from options import Options
 from prices import read_prices
 from rank_checks import check_ranks
 from resume import Start
 from store import FieldReader, Location
-from store_checks import Rate, check_store
+from store_checks import Rate, block_bytes, check_store
 from train import make_data, make_model
 from training_checks import (
-    NAME,
     OVERFIT_SAMPLES,
     Trial,
+    check_start,
     check_values,
+    delete_checkpoint,
     judge_overfit,
     judge_pace,
     make_trial,
@@ -49,6 +52,7 @@ from training_checks import (
 
 PRICES = Path(__file__).parent / "prices.toml"
 RETRY_TIMEOUT = 10  # seconds: a store that does not answer is found out soon
+NEEDED = ("store", "memory")  # without these, nothing can be trained
 # Remedies for errors that bring none.
 UNEXPECTED = "train.py would end with this error, too"
 OTHER_FOLDER = "check --checkpoint-dir and its credentials"
@@ -71,86 +75,112 @@ def launch(options: Options) -> Fabric:
     return fabric
 
 
-def check_machine_and_disks(
-    fabric: Fabric, options: Options, trial: Trial
-) -> list[Finding]:
-    """This rank's machine, and a checkpoint that rank 0 writes and all ranks restore."""
-    of_a_patch = patch_bytes(options)
-    batch = math.ceil(options.batch_size / fabric.world_size) * of_a_patch
-    weights = sum(values.nbytes for values in trial.module.parameters())
-    checks = check_machine(options, fabric.device, 3 * weights, batch)
-    done = share(fabric, collect("machine", checks, UNEXPECTED))
+def check(options: Options, location: Location) -> list[Finding]:
+    """All findings, the same on each rank; rank 0 prints them."""
+    fabric = launch(options)
+    done = collect(fabric, "ranks", check_ranks(fabric, options), UNEXPECTED)
+    options = replace(options, compile=False)
+    module = make_network(options)
+    weights = sum(values.nbytes for values in module.parameters())
+    batch = samples_at_once(options, fabric) * patch_bytes(options)
+    machine = check_machine(options, fabric.device, 3 * weights, batch)
+    done += collect(fabric, "machine", machine, UNEXPECTED)
+    done += check_checkpoints(fabric, options, make_trial(module, fabric))
 
-    place = Location(options.checkpoint_dir, options.endpoint)
-    checkpoints = open_checkpoints(replace(place, retry_timeout=RETRY_TIMEOUT))
-    written = []
-    if fabric.is_global_zero:
-        written = collect(
-            "checkpoint", write_checkpoint(checkpoints, trial), OTHER_FOLDER
-        )
-    written = share(fabric, written)
-    if written[0].is_red:
-        return done + written
-    restored = share(
-        fabric, collect("restore", read_checkpoint(checkpoints, trial), OTHER_FOLDER)
-    )
-    if fabric.is_global_zero:
-        with suppress(*STORE_ERRORS):
-            checkpoints.delete(NAME)
-    return done + written + restored
+    rates: list[Rate] = []
+    store = open_and_check(fabric, options, location, rates)
+    done += collect(fabric, "store", store, OTHER_STORE)
+    if any(finding.is_red and finding.name in NEEDED for finding in done):
+        print_note("left out: values, one batch, loader; mend what is red first")
+        return done
+    options = replace(options, max_steps=MANY)
+    training = check_training(fabric, options, location, rates)
+    return done + collect(fabric, "training", training, UNEXPECTED)
+
+
+def samples_at_once(options: Options, fabric: Fabric) -> int:
+    """How many samples a rank has in a micro-batch, at most."""
+    pieces = fabric.world_size * options.accumulate_grad_batches
+    return math.ceil(options.batch_size / pieces)
 
 
 def patch_bytes(options: Options) -> int:
-    """Of a sample in a batch: input, target, unseen and weight, in float32."""
+    """A sample in a batch: input, target, unseen and weight, in float32."""
     return 4 * (2 * len(options.variables) + 3) * options.patch_size**2
 
 
-def check_training(
+def check_checkpoints(fabric: Fabric, options: Options, trial: Trial) -> list[Finding]:
+    """Where the run would begin; then rank 0 writes a checkpoint, and all restore it."""
+    place = Location(options.checkpoint_dir, options.endpoint)
+    place = replace(place, retry_timeout=RETRY_TIMEOUT)
+    done = collect(fabric, "start", check_start(place, options), OTHER_FOLDER)
+    aside = replace(place, url=f"{place.url}/preflight")  # a run may be writing there
+    writing = write_checkpoint(aside, trial) if fabric.is_global_zero else []
+    written = collect(fabric, "checkpoint", writing, OTHER_FOLDER)
+    done += written
+    if not written[0].is_red:
+        done += collect(fabric, "restore", read_checkpoint(aside, trial), OTHER_FOLDER)
+    if fabric.is_global_zero:
+        delete_checkpoint(aside)
+    return done
+
+
+def open_and_check(
     fabric: Fabric, options: Options, location: Location, rates: list[Rate]
 ) -> Iterator[Finding]:
-    """What needs the data: their values, memory, a batch, and the loader's pace."""
-    data = make_data(options, location, Start())
-    dataset = data.blocks.dataset
-    values = check_values(dataset)
-    yield values
-    memory = judge_memory(*add_up_memory(fabric, options))
-    yield memory
-    if values.is_red or memory.is_red:
-        return
-    trial = make_trial(make_model(options, data), fabric)
-    samples = dataset.__getitems__([(0, k) for k in range(OVERFIT_SAMPLES)])
-    yield judge_overfit(overfit(trial, default_collate(samples)), options.learning_rate)
+    """The store, the memory that its patches and maps take, and how fast it is.
 
-    loader = data.train_loader(fabric.global_rank, fabric.world_size)
-    pace = measure_pace(trial, loader)
-    read = sum(rate.bytes_read for rate in rates) / sum(rate.reads for rate in rates)
-    batch = options.batch_size / fabric.world_size / options.accumulate_grad_batches
-    batch_bytes = batch * read / options.patches_per_block
-    bandwidth = max(rate.bandwidth for rate in rates)
-    yield judge_pace(pace, batch_bytes, bandwidth, options.patches_per_block)
-
-
-def add_up_memory(fabric: Fabric, options: Options) -> tuple[Memory, int, int | None]:
-    """What this rank needs, what is free for it, and what is free on its GPU, if it has one."""
-    size = options.patch_size
-    sample = torch.zeros(1, len(options.variables) + 1, size, size)
-    sample = fabric.to_device(sample.to(memory_format=torch.channels_last))
-    module = fabric.to_device(make_network(options))
-    pieces = fabric.world_size * options.accumulate_grad_batches
-    waiting = bytes_waiting(
-        options.shuffle_slots,
-        options.batch_size,
-        options.patches_per_block,
-        4 * len(options.variables) * size**2,
-        options.num_workers,
+    A store that does not answer is given up soon. Rates are put into `rates`.
+    """
+    soon = replace(location, retry_timeout=RETRY_TIMEOUT)
+    fields = FieldReader(soon, options.variables, options.level).open()
+    sizes = ", ".join(f"{dim} {size}" for dim, size in fields.sizes.items())
+    yield Finding("store", f"opens; {sizes}")
+    Grid(fields.latitude.values, fields.longitude.values).patch_space(
+        options.patch_size
     )
-    with fabric.autocast():
-        samples = math.ceil(options.batch_size / pieces)
-        memory = add_up(module, sample, samples, waiting)
+    period = split_times(fields.time, {"--train-times": options.train_times})[0]
+    reader = FieldReader(location, options.variables, options.level)
+    blocks = split_by_chunk(reader.open(), period.positions)
+    size = block_bytes(reader, blocks)
+
+    free = free_memory(options.devices)
     on_device = None
     if fabric.device.type == "cuda":
         on_device = torch.cuda.mem_get_info(fabric.device)[0]
-    return memory, free_memory(options.devices), on_device
+    yield judge_memory(add_up_memory(fabric, options, size), free, on_device)
+    prices = read_prices(PRICES)
+    per_block = options.patches_per_block
+    yield from check_store(reader, period, per_block, prices, free // 4, rates)
+
+
+def add_up_memory(fabric: Fabric, options: Options, block: int) -> Memory:
+    """What this rank will hold. A block, of one variable, has so many bytes."""
+    size = options.patch_size
+    batch_size = options.batch_size
+    per_block = options.patches_per_block
+    order = BlockOrder(1, batch_size, options.shuffle_slots, per_block, options.seed)
+    loader = BlockLoader(order, [], read_block=None, make_batch=None)
+    workers = options.num_workers
+    batches = order.steps_per_round * options.accumulate_grad_batches
+    samples = samples_at_once(options, fabric)
+    waiting = blocks_waiting(
+        math.ceil(options.shuffle_slots / fabric.world_size),
+        samples,
+        per_block,
+        loader.depth,
+        workers,
+        count_readers(workers, batches),
+    )
+    patch = 4 * len(options.variables) * size**2
+    waiting *= per_block * patch
+    waiting += max(1, workers) * loader.threads * block  # being read
+
+    inputs = torch.zeros(1, len(options.variables) + 1, size, size)
+    inputs = fabric.to_device(inputs.to(memory_format=torch.channels_last))
+    module = fabric.to_device(make_network(options))
+    with fabric.autocast():
+        return add_up(module, inputs, samples, fabric.world_size, waiting)
 
 
 def make_network(options: Options) -> FillGaps:
@@ -162,36 +192,28 @@ def make_network(options: Options) -> FillGaps:
     return FillGaps(std, units, rate, options.max_steps, options.seed, options.padding)
 
 
-def check(options: Options, location: Location) -> list[Finding]:
-    """All findings, the same on each rank; rank 0 prints them."""
-    fabric = launch(options)
-    location = replace(location, retry_timeout=RETRY_TIMEOUT)
-    done = share(fabric, check_ranks(fabric, options))
-    options = replace(options, compile=False, max_steps=MANY)
-    trial = make_trial(make_network(options), fabric)
-    done += check_machine_and_disks(fabric, options, trial)
-    rates: list[Rate] = []
-    found = share(
-        fabric, collect("store", open_and_check(options, location, rates), OTHER_STORE)
-    )
-    done += found
-    if any(finding.is_red and finding.name == "store" for finding in found):
-        return done
-    training = check_training(fabric, options, location, rates)
-    return done + share(fabric, collect("training", training, UNEXPECTED))
-
-
-def open_and_check(
-    options: Options, location: Location, rates: list[Rate]
+def check_training(
+    fabric: Fabric, options: Options, location: Location, rates: list[Rate]
 ) -> Iterator[Finding]:
-    """The checks of the store. An error here ends all that need it."""
-    reader = FieldReader(location, options.variables, options.level)
-    fields = reader.open()
-    size = dict(fields[options.variables[0]].sizes)
-    yield Finding("store", f"opens: {', '.join(options.variables)}, {size}")
-    period = split_times(fields.time, {"--train-times": options.train_times})[0]
-    prices = read_prices(PRICES)
-    yield from check_store(reader, period, options.patches_per_block, prices, rates)
+    """The data's values, a batch that is learnt, and whether the loader keeps up."""
+    data = make_data(options, location, Start())
+    dataset = data.blocks.dataset
+    periods = {"training": dataset, "validation": data.validation, "test": data.test}
+    values = check_values(periods)
+    yield values
+    if values.is_red:
+        return
+    trial = make_trial(make_model(options, data), fabric)
+    count = min(OVERFIT_SAMPLES, samples_at_once(options, fabric))
+    samples = dataset.__getitems__([(0, k) for k in range(count)])
+    yield judge_overfit(overfit(trial, default_collate(samples)), options.learning_rate)
+
+    pace = measure_pace(trial, data.train_loader(fabric.global_rank, fabric.world_size))
+    read = sum(rate.bytes_read for rate in rates) / sum(rate.blocks for rate in rates)
+    batch = options.batch_size / fabric.world_size / options.accumulate_grad_batches
+    batch_bytes = batch * read / options.patches_per_block
+    bandwidth = max(rate.bandwidth for rate in rates)
+    yield judge_pace(pace, batch_bytes, bandwidth, options.patches_per_block)
 
 
 def main(argv: list[str] | None = None) -> list[Finding]:

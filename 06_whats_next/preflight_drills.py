@@ -1,4 +1,4 @@
-"""Whether preflight.py finds faults that are planted, and whether its memory is right.
+"""Whether preflight.py finds faults that are injected, and whether its memory is right.
 
     uv run python preflight_drills.py                  # about four minutes
     uv run python preflight_drills.py --save-results   # and results/preflight.json
@@ -55,18 +55,18 @@ def run(command: list[str], before: Callable | None = None) -> list[str]:
 
 
 def make_small_store() -> None:
-    """Of 5 degrees and 36 days, by chapter 3's script."""
+    """It has 5 degrees and 36 days, and is made by chapter 3's script."""
     flags = "--days 36 --resolution 5 --patch-size 16".split()
     script = CLOUD / "make_store.py"
     command = [sys.executable, script, *flags, "--store", HERE / STORE]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def plant_nothing() -> list[str]:
+def inject_nothing() -> list[str]:
     return run_preflight("--store", STORE, *SMALL)
 
 
-def plant_full_disk() -> list[str]:
+def inject_full_disk() -> list[str]:
     """No file may grow beyond a megabyte."""
     before = limit(resource.RLIMIT_FSIZE, 1_000_000)
     folder = FOLDER / "full"
@@ -75,11 +75,11 @@ def plant_full_disk() -> list[str]:
     )
 
 
-def plant_wrong_store() -> list[str]:
+def inject_wrong_store() -> list[str]:
     return run_preflight("--store", FOLDER / "winds", *SMALL)
 
 
-def plant_nan() -> list[str]:
+def inject_nan() -> list[str]:
     """In one cell of one map of the training times."""
     store = FOLDER / "winds/nan.zarr"
     if not (HERE / store).exists():
@@ -88,17 +88,17 @@ def plant_nan() -> list[str]:
     return run_preflight("--store", store, *SMALL)
 
 
-def plant_large_batch() -> list[str]:
+def inject_large_batch() -> list[str]:
     large = ["--batch-size", 50_000, "--patches-per-block", 1]
     return run_preflight("--store", STORE, *SMALL, *large)
 
 
-def plant_open_files() -> list[str]:
+def inject_open_files() -> list[str]:
     before = limit(resource.RLIMIT_NOFILE, 100)
     return run_preflight("--store", STORE, *SMALL, before=before)
 
 
-def plant_slow_store() -> list[str]:
+def inject_slow_store() -> list[str]:
     """Each first byte comes after two seconds."""
     command = [sys.executable, CLOUD / "local_s3.py", "--until-stdin-ends"]
     server = subprocess.Popen(
@@ -113,7 +113,7 @@ def plant_slow_store() -> list[str]:
         return run_preflight(*place, "--anonymous", *SMALL)
 
 
-def plant_other_version() -> list[str]:
+def inject_other_version() -> list[str]:
     """Rank 1 of two finds another version of zarr."""
     package = HERE / FOLDER / "packages/zarr-3.0.0.dist-info"
     package.mkdir(parents=True, exist_ok=True)
@@ -127,14 +127,14 @@ def plant_other_version() -> list[str]:
 
 
 FAULTS = {
-    "nothing": plant_nothing,
-    "a full disk (no file may exceed 1 MB)": plant_full_disk,
-    "a folder without a store": plant_wrong_store,
-    "NaN in one cell at one time": plant_nan,
-    "`--batch-size 50000`": plant_large_batch,
-    "2 s to the first byte": plant_slow_store,
-    "`ulimit -n 100`": plant_open_files,
-    "another zarr on one of two ranks": plant_other_version,
+    "nothing": inject_nothing,
+    "a full disk (no file may exceed 1 MB)": inject_full_disk,
+    "a folder without a store": inject_wrong_store,
+    "NaN in one cell at one time": inject_nan,
+    "`--batch-size 50000 --patch-size 32 --patches-per-block 1`": inject_large_batch,
+    "2 s to the first byte": inject_slow_store,
+    "`ulimit -Sn 100`": inject_open_files,
+    "another zarr on one of two ranks": inject_other_version,
 }
 
 
@@ -162,7 +162,7 @@ def measure_memory(batch: int) -> dict[str, float]:
         optimizer.step()
 
     sample = torch.zeros(1, 3, PATCH, PATCH).to(memory_format=torch.channels_last)
-    memory = add_up(network, sample, batch, waiting=0)
+    memory = add_up(network, sample, batch, ranks=1, waiting=0)
     step(1)
     before = peak_memory_gb()
     for _ in range(3):
@@ -177,8 +177,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     args = parser.parse_args(argv)
     make_small_store()
     rows = []
-    for fault, plant in FAULTS.items():
-        lines = plant()
+    for fault, inject in FAULTS.items():
+        lines = inject()
         rows.append({"what": "fault", "fault": fault, "red": find_red(lines)})
         print(fault)
         print(*lines, sep="\n")

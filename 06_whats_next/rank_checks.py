@@ -1,6 +1,7 @@
 """What must be the same on all ranks: code, packages, options, data, clocks, checkpoints."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from lightning.fabric import Fabric
@@ -9,12 +10,12 @@ from findings import Finding, gather
 from options import Options
 from run_record import describe_here, find_differences
 
-# Options that differ between ranks without harm.
-OWN = ("output_dir", "endpoint")
+# Options that may differ between ranks. Whether checkpoints are shared is tried out.
+OWN = ("output_dir", "checkpoint_dir", "endpoint")
 SECONDS = 1.0  # that clocks may differ by
 
 
-def check_ranks(fabric: Fabric, options: Options) -> list[Finding]:
+def check_ranks(fabric: Fabric, options: Options) -> Iterator[Finding]:
     """Compare all ranks with rank 0. They have met, or this would not be called."""
     here = describe_here()
     mine = {
@@ -22,11 +23,10 @@ def check_ranks(fabric: Fabric, options: Options) -> list[Finding]:
         "versions": here["versions"],
         "options": {k: v for k, v in asdict(options).items() if k not in OWN},
     }
-    found = [compare_ranks(gather(fabric, mine))]
+    yield compare_ranks(gather(fabric, mine))
     if fabric.world_size > 1:
         fabric.barrier()  # all read their clocks when it ends
-        found.append(compare_clocks(gather(fabric, time.time())))
-    return found
+        yield compare_clocks(gather(fabric, time.time()))
 
 
 def compare_ranks(of_ranks: list[dict]) -> Finding:

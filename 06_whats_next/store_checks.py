@@ -27,10 +27,10 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class Rate:
-    """What came of some reads at once."""
+    """How long it took to read some blocks, so many reads at once."""
 
     at_once: int
-    reads: int
+    blocks: int
     seconds: float
     requests: int
     bytes_read: int
@@ -67,7 +67,7 @@ def measure_first_byte(location: Location, variable: str) -> list[float]:
 
 def judge_first_byte(seconds: list[float]) -> Finding:
     """Red if one answer in a hundred takes so long that requests will be repeated."""
-    p50, p99 = np.quantile(seconds, [0.5, 0.99])
+    p50, p99 = np.quantile(seconds, [0.5, 0.99], method="higher")
     text = f"after {1e3 * p50:.1f} ms (median), {1e3 * p99:.1f} ms (99 in 100)"
     if p99 < READ_TIMEOUT / 2:
         return Finding("first byte", text)
@@ -75,17 +75,21 @@ def judge_first_byte(seconds: list[float]) -> Finding:
     return Finding("first byte", text, f"{remedy}, or fewer ranks at once")
 
 
-def measure_rates(reader: FieldReader, period: Period) -> list[Rate]:
-    """Whole blocks, as the training reads them, by 64, 16, 4 and 1 threads in turn.
+def measure_rates(reader: FieldReader, period: Period, room: int) -> list[Rate]:
+    """Read whole blocks, as the training does, by 64, 16, 4 and 1 threads in turn.
 
-    The blocks are random, and none is read twice if there are enough.
+    The blocks are random, and none is read twice if there are enough. `room` is the
+    memory, in bytes, for what is being read.
     """
     blocks = split_by_chunk(reader.open(), period.positions)
+    fitting = room // block_bytes(reader, blocks)
     order = np.random.default_rng(0).permutation(len(blocks))
     rates: list[Rate] = []
     read = 0
     end = monotonic() + BUDGET
     for at_once in AT_ONCE:
+        if at_once > max(1, fitting):
+            continue
         count = max(LEAST_BLOCKS, at_once)
         chosen = np.take(order, range(read, read + count), mode="wrap")
         read += count
@@ -93,6 +97,14 @@ def measure_rates(reader: FieldReader, period: Period) -> list[Rate]:
         if monotonic() > end:
             break
     return sorted(rates, key=lambda rate: rate.at_once)
+
+
+def block_bytes(reader: FieldReader, blocks: list[np.ndarray]) -> int:
+    """The most that a variable takes in a block, decoded."""
+    fields = reader.open()
+    cells = fields.latitude.size * fields.longitude.size
+    sizes = [fields[name].dtype.itemsize for name in reader.variables]
+    return max(map(len, blocks)) * cells * max(sizes)
 
 
 def measure_rate(
@@ -122,21 +134,21 @@ def describe_rates(rates: list[Rate]) -> Finding:
     numbers = ", ".join(str(rate.at_once) for rate in rates)
     found = ", ".join(f"{rate.bandwidth / MEGA:.1f}" for rate in rates)
     text = f"{found} MB/s with {numbers} reads at once"
-    return Finding("bandwidth", f"{text}: {enough.at_once} are enough")
+    return Finding("bandwidth", f"{text}: {enough.at_once} for 90% of the best")
 
 
 def describe_epoch(
     rates: list[Rate], blocks: int, patches_per_block: int, prices: Prices
 ) -> Finding:
     """Requests, bytes and money of an epoch, in which each block is read once."""
-    reads = sum(rate.reads for rate in rates)
-    requests = blocks * sum(rate.requests for rate in rates) / reads
-    gigabytes = blocks * sum(rate.bytes_read for rate in rates) / reads / GIGA
+    read = sum(rate.blocks for rate in rates)
+    requests = blocks * sum(rate.requests for rate in rates) / read
+    gigabytes = blocks * sum(rate.bytes_read for rate in rates) / read / GIGA
     gets = requests / 1000 * prices.bucket.thousand_gets
     egress = gigabytes * prices.bucket.gigabyte_to_internet
     text = f"{blocks * patches_per_block:,} patches by {requests:,.0f} requests of"
-    text += f" {gigabytes:,.3g} GB: {prices.currency} {gets:.2g}"
-    return Finding("epoch", f"{text}, and {egress:.2g} if they leave the cloud")
+    text += f" {gigabytes:,.3g} GB: {prices.currency} {gets:.2g} for requests"
+    return Finding("epoch", f"{text}, and {egress:.2g} more if they leave the cloud")
 
 
 def check_store(
@@ -144,11 +156,15 @@ def check_store(
     period: Period,
     patches_per_block: int,
     prices: Prices,
+    room: int,
     rates: list[Rate],
 ) -> Iterator[Finding]:
-    """The checks of a store that opens. What is measured is put into `rates`."""
+    """The checks of a store that opens. What is measured is put into `rates`.
+
+    `room` is as in measure_rates.
+    """
     yield judge_first_byte(measure_first_byte(reader.location, reader.variables[0]))
-    rates += measure_rates(reader, period)
+    rates += measure_rates(reader, period, room)
     yield describe_rates(rates)
     blocks = len(split_by_chunk(reader.open(), period.positions))
     yield describe_epoch(rates, blocks, patches_per_block, prices)

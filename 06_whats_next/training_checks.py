@@ -1,24 +1,31 @@
 """Whether the data are whole, a batch can be learnt, the loader keeps up and a checkpoint
 can be written and restored."""
 
+import errno
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from io import BytesIO
 from itertools import islice
+from pathlib import Path
 from time import perf_counter
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
-from checkpoints import STORE_ERRORS, Checkpoints, find_damage
+from checkpoints import find_damage, open_checkpoints
 from data import PatchDataset
 from errors import first_line
 from findings import Finding
 from model import Batch, FillGaps, learning_rate_factor, masked_sums
+from options import Options
+from resume import find_start, refuse_later
+from store import Location
 
 MAPS = 48  # that are searched for bad values
 MAPS_AT_ONCE = 16
@@ -28,32 +35,42 @@ FIRST_STEPS = 8  # of the loader, that are left out: it starts up
 STEPS = 32
 BUDGET = 30.0  # seconds
 WORTHWHILE = 1.1  # times faster without any wait: below it, leave the loader alone
-NAME = "preflight.ckpt"  # in the folder of checkpoints; no run takes it for one
+NAME = "preflight.ckpt"  # no run takes it for a checkpoint
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def check_values(dataset: PatchDataset) -> Finding:
-    """Look at whole maps of random training times for values that would end a run."""
-    period = dataset.period
+def check_values(datasets: dict[str, PatchDataset]) -> Finding:
+    """Look at whole maps of each period for values that would end a run."""
+    searched = []
+    for name, dataset in datasets.items():
+        times = choose_times(dataset)
+        searched.append(f"{len(times)} of {len(dataset.period.dates):,} {name}")
+        for some in np.array_split(times, math.ceil(len(times) / MAPS_AT_ONCE)):
+            finding = search_maps(dataset, some)
+            if finding:
+                return finding
+    return Finding("values", f"no bad one in {', '.join(searched)} maps")
+
+
+def choose_times(dataset: PatchDataset) -> np.ndarray:
+    """Some random times of a period, or all if there are few."""
     rng = np.random.default_rng(0)
-    times = np.sort(rng.permutation(len(period.dates))[:MAPS])
-    absent = 0.0
-    for some in np.array_split(times, math.ceil(len(times) / MAPS_AT_ONCE)):
-        maps = dataset.read([{"time": period.positions[time]} for time in some])
-        bad = find_bad(maps, dataset)
-        if bad.any():
-            n, number = np.argwhere(bad.any(axis=(2, 3)))[0]
-            name = dataset.variables[number]
-            date = str(period.dates[some[n]])[:16]
-            text = (
-                f"{name} on {date}: NaN or infinity in {bad[n, number].sum():,} cells"
-            )
-            remedy = "replace infinities; --missing mask leaves cells with NaN out"
-            return Finding("values", text, remedy)
-        absent += np.isnan(maps).any(axis=1).mean(axis=(1, 2)).sum()
-    count = f"{len(times)} of {len(period.dates):,} training maps searched"
-    return Finding(
-        "values", f"{count}; {absent / len(times):.1%} of the cells are absent"
-    )
+    return np.sort(rng.permutation(len(dataset.period.dates))[:MAPS])
+
+
+def search_maps(dataset: PatchDataset, times: np.ndarray) -> Finding | None:
+    """A finding that names the first bad value, or None."""
+    period = dataset.period
+    maps = dataset.read([{"time": period.positions[time]} for time in times])
+    bad = find_bad(maps, dataset)
+    if not bad.any():
+        return None
+    n, number = np.argwhere(bad.any(axis=(2, 3)))[0]
+    date = str(period.dates[times[n]])[:16]
+    text = f"{dataset.variables[number]} on {date}: NaN or infinity"
+    text += f" in {bad[n, number].sum():,} cells"
+    remedy = "replace infinities; --missing mask leaves cells with NaN out"
+    return Finding("values", text, remedy)
 
 
 def find_bad(maps: np.ndarray, dataset: PatchDataset) -> np.ndarray:
@@ -151,10 +168,11 @@ def measure_pace(trial: Trial, loader: DataLoader) -> Pace:
         waits.append(given - asked)
         asked = perf_counter()
         works.append(asked - given)
-        if asked > end and len(waits) > FIRST_STEPS:
+        if asked > end:
             break
-    waits = waits[FIRST_STEPS:]
-    works = works[FIRST_STEPS:]
+    start = min(FIRST_STEPS, len(waits) - 1)
+    waits = waits[start:]
+    works = works[start:]
     return Pace(len(waits), float(np.mean(waits)), float(np.mean(works)))
 
 
@@ -165,12 +183,15 @@ def judge_pace(
 
     `batch_bytes` are read for a batch of this rank, at `bandwidth` bytes a second at best.
     """
-    share = pace.waiting / (pace.waiting + pace.working)
+    speedup = (pace.waiting + pace.working) / pace.working
+    share = 1 - 1 / speedup
     text = (
         f"a step waits {1e3 * pace.waiting:.1f} ms and works {1e3 * pace.working:.1f}"
     )
     text += f" ms: {share:.0%} of the time is waiting ({pace.steps} steps)"
-    if 1 / (1 - share) < WORTHWHILE:
+    if pace.steps < STEPS / 2:
+        return Finding("loader", f"{text}, too few to judge: others use this machine?")
+    if speedup < WORTHWHILE:
         return Finding("loader", text)
     needed = batch_bytes / pace.working
     if needed < bandwidth:
@@ -185,35 +206,59 @@ def judge_pace(
     return Finding("loader", text, remedy)
 
 
-def write_checkpoint(checkpoints: Checkpoints, trial: Trial) -> Iterator[Finding]:
+def check_start(place: Location, options: Options) -> Iterator[Finding]:
+    """Whether train.py would begin: from the checkpoint that is asked for, or from none."""
+    checkpoints = open_checkpoints(place)
+    start = find_start(checkpoints, options.resume, asdict(options))
+    if options.resume not in ("last", "auto") and not options.overwrite:
+        refuse_later(checkpoints, start.step)
+    yield Finding("start", f"at step {start.step}, of {place.url}")
+
+
+def write_checkpoint(place: Location, trial: Trial) -> Iterator[Finding]:
     """Write a state as a run would. It stays there, for read_checkpoint."""
+    checkpoints = open_checkpoints(place)
     began = perf_counter()
     try:
         checkpoints.write(NAME, trial.state())
-    except STORE_ERRORS as error:
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
         remedy = "make room, or give another --checkpoint-dir"
-        yield Finding("checkpoint", f"{checkpoints.url}: {first_line(error)}", remedy)
+        yield Finding("checkpoint", f"{place.url}: {first_line(error)}", remedy)
         return
     seconds = perf_counter() - began
     size = len(checkpoints.read(NAME))
     yield Finding("checkpoint", f"{size / 1e6:.1f} MB written in {seconds:.2f} s")
 
 
-def read_checkpoint(checkpoints: Checkpoints, trial: Trial) -> Iterator[Finding]:
+def read_checkpoint(place: Location, trial: Trial) -> Iterator[Finding]:
     """Restore what rank 0 has written, as each rank does when a run goes on."""
     began = perf_counter()
     try:
-        content = checkpoints.read(NAME)
+        content = open_checkpoints(place).read(NAME)
     except FileNotFoundError:
         remedy = "give a --checkpoint-dir that all nodes share, or a bucket"
-        yield Finding("restore", f"not in this rank's {checkpoints.url}", remedy)
+        yield Finding("restore", f"not in this rank's {place.url}", remedy)
         return
-    bad = find_damage(BytesIO(content))
+    other_bytes = "reads back as other bytes than those written"
+    remedy = "give a --checkpoint-dir on another disk"
+    try:
+        bad = find_damage(BytesIO(content))
+    except BadZipFile:
+        bad = "the end"
     if bad:
-        text = f"{bad} reads back as other bytes than those written"
-        yield Finding("restore", text, "give a --checkpoint-dir on another disk")
+        yield Finding("restore", f"{bad} {other_bytes}", remedy)
         return
     saved = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
     trial.module.load_state_dict(saved["state_dict"])
     trial.optimizer.load_state_dict(saved["optimizer_states"][0])
     yield Finding("restore", f"the same bytes, in {perf_counter() - began:.2f} s")
+
+
+def delete_checkpoint(place: Location) -> None:
+    """Delete what write_checkpoint may have left."""
+    with suppress(Exception):  # that it is not there has been said, or does not matter
+        open_checkpoints(place).delete(NAME)
+    with suppress(OSError):  # a bucket has no folder
+        Path(place.url).rmdir()
