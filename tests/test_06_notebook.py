@@ -2,7 +2,7 @@
 
 import book
 
-PICTURES = 7  # diary, maps, seams, skill, gain by place, validation, plan
+PICTURES = 8  # diary, maps, seams, skill, gain by place, validation, plan, search
 
 
 def test_the_notebook_runs_with_reduced_settings() -> None:
