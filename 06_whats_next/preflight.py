@@ -19,6 +19,12 @@ from lightning.fabric.strategies import DDPStrategy
 from torch.utils.data import default_collate
 
 from block_loader import BlockLoader, BlockOrder
+from checkpoint_checks import (
+    check_start,
+    delete_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
 from checkpoints import print_note
 from command_line import call_with_store, run
 from data import Grid
@@ -38,16 +44,12 @@ from train import make_data, make_model
 from training_checks import (
     OVERFIT_SAMPLES,
     Trial,
-    check_start,
     check_values,
-    delete_checkpoint,
     judge_overfit,
     judge_pace,
     make_trial,
     measure_pace,
     overfit,
-    read_checkpoint,
-    write_checkpoint,
 )
 
 PRICES = Path(__file__).parent / "prices.toml"

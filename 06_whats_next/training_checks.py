@@ -1,31 +1,19 @@
-"""Whether the data are whole, a batch can be learnt, the loader keeps up and a checkpoint
-can be written and restored."""
+"""Whether the data are whole, a batch can be learnt, and the loader keeps up."""
 
-import errno
 import math
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from itertools import islice
-from pathlib import Path
 from time import perf_counter
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
-from checkpoints import find_damage, open_checkpoints
 from data import PatchDataset
-from errors import first_line
 from findings import Finding
 from model import Batch, FillGaps, learning_rate_factor, masked_sums
-from options import Options
-from resume import find_start, refuse_later
-from store import Location
 
 MAPS = 48  # that are searched for bad values
 MAPS_AT_ONCE = 16
@@ -35,8 +23,6 @@ FIRST_STEPS = 8  # of the loader, that are left out: it starts up
 STEPS = 32
 BUDGET = 30.0  # seconds
 WORTHWHILE = 1.1  # times faster without any wait: below it, leave the loader alone
-NAME = "preflight.ckpt"  # no run takes it for a checkpoint
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_values(datasets: dict[str, PatchDataset]) -> Finding:
@@ -204,61 +190,3 @@ def judge_pace(
         f"a nearer store; or --patches-per-block {enough}, which reads and mixes less"
     )
     return Finding("loader", text, remedy)
-
-
-def check_start(place: Location, options: Options) -> Iterator[Finding]:
-    """Whether train.py would begin: from the checkpoint that is asked for, or from none."""
-    checkpoints = open_checkpoints(place)
-    start = find_start(checkpoints, options.resume, asdict(options))
-    if options.resume not in ("last", "auto") and not options.overwrite:
-        refuse_later(checkpoints, start.step)
-    yield Finding("start", f"at step {start.step}, of {place.url}")
-
-
-def write_checkpoint(place: Location, trial: Trial) -> Iterator[Finding]:
-    """Write a state as a run would. It stays there, for read_checkpoint."""
-    checkpoints = open_checkpoints(place)
-    began = perf_counter()
-    try:
-        checkpoints.write(NAME, trial.state())
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        remedy = "make room, or give another --checkpoint-dir"
-        yield Finding("checkpoint", f"{place.url}: {first_line(error)}", remedy)
-        return
-    seconds = perf_counter() - began
-    size = len(checkpoints.read(NAME))
-    yield Finding("checkpoint", f"{size / 1e6:.1f} MB written in {seconds:.2f} s")
-
-
-def read_checkpoint(place: Location, trial: Trial) -> Iterator[Finding]:
-    """Restore what rank 0 has written, as each rank does when a run goes on."""
-    began = perf_counter()
-    try:
-        content = open_checkpoints(place).read(NAME)
-    except FileNotFoundError:
-        remedy = "give a --checkpoint-dir that all nodes share, or a bucket"
-        yield Finding("restore", f"not in this rank's {place.url}", remedy)
-        return
-    other_bytes = "reads back as other bytes than those written"
-    remedy = "give a --checkpoint-dir on another disk"
-    try:
-        bad = find_damage(BytesIO(content))
-    except BadZipFile:
-        bad = "the end"
-    if bad:
-        yield Finding("restore", f"{bad} {other_bytes}", remedy)
-        return
-    saved = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
-    trial.module.load_state_dict(saved["state_dict"])
-    trial.optimizer.load_state_dict(saved["optimizer_states"][0])
-    yield Finding("restore", f"the same bytes, in {perf_counter() - began:.2f} s")
-
-
-def delete_checkpoint(place: Location) -> None:
-    """Delete what write_checkpoint may have left."""
-    with suppress(Exception):  # that it is not there has been said, or does not matter
-        open_checkpoints(place).delete(NAME)
-    with suppress(OSError):  # a bucket has no folder
-        Path(place.url).rmdir()

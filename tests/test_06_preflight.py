@@ -25,7 +25,16 @@ V = "10m_v_component_of_wind"
 
 @pytest.fixture(scope="module", autouse=True)
 def more_rooms(rooms) -> Iterator[None]:
-    global findings, machine_checks, memory_sum, preflight, rank_checks, store_checks, training_checks
+    global \
+        checkpoint_checks, \
+        findings, \
+        machine_checks, \
+        memory_sum, \
+        preflight, \
+        rank_checks, \
+        store_checks, \
+        training_checks
+    import checkpoint_checks
     import findings
     import machine_checks
     import memory_sum
@@ -299,18 +308,18 @@ def test_a_checkpoint_that_another_node_cannot_read_is_red(local: list[str], tmp
     trial = training_checks.make_trial(preflight.make_network(options), fabric)
     here = Location(str(tmp_path / "here"))
     elsewhere = Location(str(tmp_path / "elsewhere"))
-    assert not next(training_checks.write_checkpoint(here, trial)).is_red
-    assert not next(training_checks.read_checkpoint(here, trial)).is_red
-    assert "share" in next(training_checks.read_checkpoint(elsewhere, trial)).remedy
-    file = Path(here.url, training_checks.NAME)
+    assert not next(checkpoint_checks.write_checkpoint(here, trial)).is_red
+    assert not next(checkpoint_checks.read_checkpoint(here, trial)).is_red
+    assert "share" in next(checkpoint_checks.read_checkpoint(elsewhere, trial)).remedy
+    file = Path(here.url, checkpoint_checks.NAME)
     content = file.read_bytes()
     half = len(content) // 2
     flipped = bytes([content[half] ^ 1])
     for damaged in (content[:half] + flipped + content[half + 1 :], content[:half]):
         file.write_bytes(damaged)
-        assert "other bytes" in next(training_checks.read_checkpoint(here, trial)).text
-    training_checks.delete_checkpoint(here)
-    training_checks.delete_checkpoint(elsewhere)  # where there is none
+        assert "other bytes" in next(checkpoint_checks.read_checkpoint(here, trial)).text
+    checkpoint_checks.delete_checkpoint(here)
+    checkpoint_checks.delete_checkpoint(elsewhere)  # where there is none
     assert not file.exists()
 
 
@@ -324,7 +333,7 @@ def test_a_run_that_would_not_start_is_red(tmp_path: Path) -> None:
     flags = [*SMALL, "--store", str(tmp_path), "--output-dir", str(tmp_path)]
     place = Location(str(tmp_path))
     (tmp_path / "step_00000004.ckpt").write_text("cut off")
-    start = training_checks.check_start
+    start = checkpoint_checks.check_start
     with pytest.raises(DataError, match=r"step_00000004.ckpt; give --resume auto"):
         next(start(place, parse_options("", flags)))
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
@@ -339,7 +348,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_from_a_full_disk(tmp_path: 
     file.write_text("no folder")
     trial = SimpleNamespace(state=dict)
     with pytest.raises(OSError, match=r"exists|directory"):
-        next(training_checks.write_checkpoint(Location(str(file)), trial))
+        next(checkpoint_checks.write_checkpoint(Location(str(file)), trial))
 
 
 def test_any_error_is_a_finding_so_that_no_rank_waits_for_another() -> None:
