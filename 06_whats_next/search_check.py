@@ -10,14 +10,11 @@ RMSE that each way reaches for the same compute.
 
 import argparse
 import itertools
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import numpy as np
 import optuna
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from optuna.trial import FixedTrial, TrialState
@@ -26,7 +23,14 @@ from command_line import call_at, make_location
 from options import Options, parse_options
 from records import RESULTS, save_rows
 from store import Location
-from tune_hyperparameters import RUNGS, choose, make_pruner, make_sampler, train_trial
+from tune_hyperparameters import (
+    RUNGS,
+    choose,
+    make_pruner,
+    make_sampler,
+    start_processes,
+    train_trial,
+)
 
 RATES = np.geomspace(3e-4, 1e-1, 11)
 BATCH_SIZES = (4, 8, 16, 32)
@@ -52,7 +56,6 @@ class KeptTrial(FixedTrial):
 
 def measure(options: Options, params: dict, location: Location) -> dict:
     """The RMSE of a combination at each rung."""
-    torch.set_num_threads(1)
     trial = KeptTrial(params)
     train_trial(options, location, trial)
     return {"what": "trial", **params, "rmse": trial.rmse}
@@ -60,9 +63,8 @@ def measure(options: Options, params: dict, location: Location) -> dict:
 
 def measure_all(options: Options, location: Location) -> list[dict]:
     """Every combination of the grid, in as many processes as there are cores."""
-    spawn = multiprocessing.get_context("spawn")
     ends = []
-    with ProcessPoolExecutor(os.cpu_count(), spawn) as processes:
+    with start_processes(os.cpu_count()) as processes:
         for rate, size, padding in itertools.product(RATES, BATCH_SIZES, PADDINGS):
             params = {"learning_rate": rate, "batch_size": size, "padding": padding}
             task = partial(measure, options, params)

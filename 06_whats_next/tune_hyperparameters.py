@@ -164,7 +164,6 @@ def run_trials(
 ) -> None:
     """One process of the search: trials until all processes together have enough."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    torch.set_num_threads(max(1, os.cpu_count() // search.processes))
     study = open_study(search, options.seed + number)
     if len(study.get_trials(states=ENDED)) >= search.trials:
         return
@@ -232,14 +231,20 @@ def command_of(best: FrozenTrial) -> str:
     return shlex.join(words)
 
 
+def start_processes(number: int) -> ProcessPoolExecutor:
+    """Processes that share the cores."""
+    threads = max(1, os.cpu_count() // number)
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(number, spawn, torch.set_num_threads, (threads,))
+
+
 def tune(search: Search, options: Options, location: Location) -> optuna.Study:
     """Search, in several processes; the study."""
     search.folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(search.folder / "lock", timeout=0):
             put_back(open_study(search, options.seed))
-            spawn = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(search.processes, spawn) as processes:
+            with start_processes(search.processes) as processes:
                 ends = []
                 for number in range(search.processes):
                     task = partial(run_trials, search, options, number)
