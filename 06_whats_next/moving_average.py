@@ -25,6 +25,7 @@ from errors import refuse
 from options import Options
 from records import save_rows
 from resume import Start
+from short_run import make_short_trainer
 from store import Location
 from train import make_data, make_model
 from validation import measure_rmse
@@ -76,21 +77,7 @@ def train_once(options: Options, location: Location) -> list[dict]:
     """A row for each validation of one run."""
     data = make_data(options, location, Start())
     averages = Averages(data.validation)
-    trainer = Trainer(
-        accelerator=options.accelerator,
-        devices=1,
-        precision=options.precision,
-        max_epochs=1,
-        max_steps=options.max_steps,
-        val_check_interval=options.validate_every,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=False,
-        callbacks=[averages],
-    )
+    trainer = make_short_trainer(options, averages)
     trainer.fit(make_model(options, data), datamodule=data)
     return averages.rows
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import optuna
 import torch
 from filelock import FileLock, Timeout
@@ -34,7 +35,8 @@ from checks import check_folder
 from command_line import call_at, make_location, run
 from errors import refuse
 from options import Options, parse_options
-from resume import Start
+from resume import RESUME_KEYS, Start
+from short_run import make_short_trainer
 from store import Location
 from train import make_data, make_model
 
@@ -120,22 +122,7 @@ def train_trial(options: Options, location: Location, trial: Trial) -> float:
     data = make_data(options, location, Start())
     model = make_model(options, data)
     judge = Judge(trial, batch_size)
-    trainer = Trainer(
-        accelerator=options.accelerator,
-        devices=1,
-        precision=options.precision,
-        max_epochs=1,
-        max_steps=options.max_steps,
-        val_check_interval=options.validate_every,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[judge],
-    )
+    trainer = make_short_trainer(options, judge, show_progress=False)
     trainer.fit(model, datamodule=data)
     return judge.rmse
 
@@ -152,6 +139,21 @@ def open_study(search: Search, seed: int) -> optuna.Study:
     )
 
 
+def require_same(study: optuna.Study, options: Options) -> None:
+    """Keep what all trials have in common, or refuse other values than those kept."""
+    keys = ["store", *(key for part in RESUME_KEYS.values() for key in part)]
+    now = {key: getattr(options, key) for key in keys if key not in SPACE}
+    # The global batch decides how many samples a trial has, even if it is searched.
+    now["batch_size"] = options.batch_size
+    before = study.user_attrs.get("options", now)
+    for key, value in before.items():
+        if now[key] != value:
+            flag = f"--{key.replace('_', '-')}"
+            reason = f"its trials have {flag} {value}, not {now[key]}"
+            refuse(f"--search-dir: {reason}; give that, or another folder")
+    study.set_user_attr("options", now)
+
+
 def put_back(study: optuna.Study) -> None:
     """Queue the trials that a kill has left running, to be begun again."""
     for trial in study.get_trials(states=[TrialState.RUNNING]):
@@ -164,7 +166,10 @@ def run_trials(
 ) -> None:
     """One process of the search: trials until all processes together have enough."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = open_study(search, options.seed + number)
+    trials = len(open_study(search, 0).trials)
+    # Another seed after each start: the same one would choose the same values again.
+    seed = np.random.SeedSequence((options.seed, number, trials)).generate_state(1)
+    study = open_study(search, int(seed[0]))
     if len(study.get_trials(states=ENDED)) >= search.trials:
         return
     enough = MaxTrialsCallback(search.trials, states=ENDED)
@@ -174,10 +179,9 @@ def run_trials(
 
 def print_trial(study: optuna.Study, trial: FrozenTrial) -> None:
     values = ", ".join(f"{name} {shorten(v)}" for name, v in trial.params.items())
-    how = "pruned" if trial.state == TrialState.PRUNED else "whole"
-    print(
-        f"trial {trial.number:3} {how:6} {last_rmse(trial):.3f}: {values}", flush=True
-    )
+    how = trial.state.name.lower()
+    rmse = f"{last_rmse(trial):.3f}"
+    print(f"trial {trial.number:3} {how:8} {rmse}: {values}", flush=True)
 
 
 def shorten(value: object) -> str:
@@ -243,7 +247,9 @@ def tune(search: Search, options: Options, location: Location) -> optuna.Study:
     search.folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(search.folder / "lock", timeout=0):
-            put_back(open_study(search, options.seed))
+            study = open_study(search, 0)
+            require_same(study, options)
+            put_back(study)
             with start_processes(search.processes) as processes:
                 ends = []
                 for number in range(search.processes):
@@ -253,7 +259,7 @@ def tune(search: Search, options: Options, location: Location) -> optuna.Study:
                     end.result()  # SystemExit, if it has refused something
     except Timeout:
         refuse(f"--search-dir {search.folder}: another search is running there")
-    return open_study(search, options.seed)
+    return open_study(search, 0)
 
 
 def report(study: optuna.Study, search: Search) -> None:

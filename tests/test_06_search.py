@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import book
@@ -63,6 +64,35 @@ def test_a_search_goes_on_where_it_was_stopped(options, location, tmp_path: Path
     assert trials[2].params == values
     tune.run_trials(again, options, 0, location)  # there are enough
     assert len(tune.open_study(again, seed=0).trials) == 3
+
+
+def test_a_search_that_goes_on_chooses_other_values(
+    options, location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the seed of its first start, it would choose the first values again."""
+
+    def train_trial(options, location, trial) -> float:
+        tune.choose(trial)
+        trial.report(1.0, 1)
+        return 1.0
+
+    monkeypatch.setattr(tune, "train_trial", train_trial)
+    for trials in (2, 4, 6):
+        search = tune.Search(tmp_path, "random", "none", trials, 1)
+        tune.run_trials(search, options, 0, location)
+    rates = [trial.params["learning_rate"] for trial in tune.open_study(search, 0).trials]
+    assert len(rates) == len(set(rates)) == 6
+
+
+def test_a_search_with_other_flags_is_refused(options, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    study = tune.open_study(tune.Search(tmp_path, "random", "none", 1, 1), seed=0)
+    tune.require_same(study, options)
+    tune.require_same(study, replace(options, learning_rate=1.0, padding="replicate"))  # searched
+    for change in ({"max_steps": 7}, {"patch_size": 32}, {"batch_size": 2}, {"store": "elsewhere"}):
+        with pytest.raises(SystemExit) as end:
+            tune.require_same(study, replace(options, **change))
+        assert end.value.code == 2
+        assert next(iter(change)).replace("_", "-") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("batch_size", [4, 32])
