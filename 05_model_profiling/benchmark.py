@@ -37,7 +37,7 @@ from block_loader import BlockOrder
 from demo_store import CLOUD
 from model import UNet, masked_sums
 from options import parse_options
-from records import RESULTS, parse_studies, save_rows, spread
+from results import RESULTS, parse_studies, save_rows, spread
 from store import Location
 
 HERE = Path(__file__).parent
@@ -113,10 +113,11 @@ class Loader:
         else:
             options = parse_options("", flags)
             location = Location(options.store, endpoint, anonymous=True)
-            data = train.make_data(options, location, first_step=0)
-            dataset = data.blocks.dataset
-            dataset.make_batch = self.timed(dataset.make_batch)
-            self.loader = data.train_loader()
+            data = train.make_data(options, location)
+            module = train.make_datamodule(options, data, first_step=0)
+            maker = module.blocks.maker
+            maker.make_batch = self.timed(maker.make_batch)
+            self.loader = module.train_loader()
             self.slots = options.shuffle_slots
         self.chapter = chapter
         self.batch_size = batch_size

@@ -6,6 +6,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from errors import CheckpointError
+
 # What a run and the one that resumes it have in common. A checkpoint keeps what the model
 # was made with and what the data were made with apart.
 MODEL_KEYS = ("learning_rate", "max_steps", "seed", "padding")
@@ -26,10 +28,6 @@ DATA_KEYS = (
 )
 RESUME_KEYS = {"hyper_parameters": MODEL_KEYS, "datamodule_hyper_parameters": DATA_KEYS}
 PARTS = {"global_step", "optimizer_states", *RESUME_KEYS}
-
-
-class CheckpointError(Exception):
-    """Why a run cannot go on from a checkpoint, and what to do about it, in one line."""
 
 
 class StepCheckpoint(ModelCheckpoint):

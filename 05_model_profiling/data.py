@@ -1,8 +1,7 @@
 """Patches of the winds: cut from maps, made into anomalies, covered by swaths."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -11,6 +10,8 @@ from climatology import Climatology
 from errors import DataError
 from fields import Period
 from sampling import Patch, PatchSpace, sample
+
+EVAL_SEED = 1991  # not --seed: every run is judged on the same patches
 
 
 class Sample(NamedTuple):
@@ -54,23 +55,17 @@ class Grid:
         return PatchSpace(rows, columns, size)
 
 
-class PatchDataset(Dataset):
-    """Patches addressed by (step, k), or made of samples that were read elsewhere.
+class Reader(Protocol):
+    """What reads the values: of a store, or of a file in memory."""
 
-    `read` takes a list of regions and returns their values, (regions, variables, H, W).
-    """
+    def read_at_once(self, regions: list[dict]) -> np.ndarray:
+        """All variables in each region, (regions, variables, H, W)."""
 
-    def __init__(
-        self,
-        read: Callable[[list[dict]], np.ndarray],
-        grid: Grid,
-        period: Period,
-        climatology: Climatology,
-        patch_size: int,
-        batch_size: int,
-        seed: int,
-    ):
-        self.read = read
+
+class PatchMaker:
+    """Cuts patches of `size` x `size` cells from maps of a period, and makes batches of them."""
+
+    def __init__(self, grid: Grid, period: Period, climatology: Climatology, size: int):
         self.grid = grid
         self.period = period
         self.variables = climatology.variables
@@ -78,28 +73,7 @@ class PatchDataset(Dataset):
         self.mean = climatology.mean
         self.std = climatology.std[:, None, None]
         self.valid = climatology.valid[None]
-        self.space = grid.patch_space(patch_size)
-        self.batch_size = batch_size
-        self.seed = seed
-
-    def patch(self, step: int, k: int) -> Patch:
-        """Sample k of a step, a pure function of (seed, step, k)."""
-        times = len(self.period.dates)
-        return sample(self.seed, step, k, self.batch_size, times, self.space)
-
-    def __getitem__(self, index: tuple[int, int]) -> dict[str, np.ndarray]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[tuple[int, int]]) -> list[dict]:
-        """The samples of a batch, whose patches are read at once, each as in make_batch."""
-        patches = [self.patch(step, k) for step, k in indices]
-        values = self.read([self.region(patch) for patch in patches])
-        samples = [Sample(*each) for each in zip(patches, values)]
-        batch = self.make_batch(samples)
-        separate = []
-        for n in range(len(samples)):
-            separate.append({name: array[n] for name, array in batch.items()})
-        return separate
+        self.space = grid.patch_space(size)
 
     def region(self, patch: Patch) -> dict[str, int | slice | np.ndarray]:
         """Where a patch lies in the store, across the map's seam if need be."""
@@ -195,3 +169,54 @@ class PatchDataset(Dataset):
             return f"NaN, because its month has no climatology; {remedy}"
         remedy = "give --missing mask to leave such cells out, or fill them"
         return f"NaN: a value or a chunk is missing; {remedy}"
+
+
+class PatchDataset(Dataset):
+    """Patches that are addressed by (step, k), and read when they are asked for."""
+
+    def __init__(self, maker: PatchMaker, reader: Reader, batch_size: int, seed: int):
+        self.maker = maker
+        self.reader = reader
+        self.batch_size = batch_size
+        self.seed = seed
+
+    def patch(self, step: int, k: int) -> Patch:
+        """Sample k of a step, a pure function of (seed, step, k)."""
+        times = len(self.maker.period.dates)
+        space = self.maker.space
+        return sample(self.seed, step, k, self.batch_size, times, space)
+
+    def __getitem__(self, index: tuple[int, int]) -> dict[str, np.ndarray]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[tuple[int, int]]) -> list[dict]:
+        """The samples of a batch, read at once. What each holds: see PatchMaker.make_batch."""
+        patches = [self.patch(step, k) for step, k in indices]
+        regions = [self.maker.region(patch) for patch in patches]
+        values = self.reader.read_at_once(regions)
+        samples = [Sample(*each) for each in zip(patches, values)]
+        batch = self.maker.make_batch(samples)
+        separate = []
+        for n in range(len(samples)):
+            separate.append({name: array[n] for name, array in batch.items()})
+        return separate
+
+
+@dataclass(frozen=True)
+class Data:
+    """What all patches of a run are made of. The store is open, and no patch is read yet."""
+
+    reader: Reader
+    grid: Grid
+    training: Period
+    validation: Period
+    test: Period
+    climatology: Climatology
+    units: dict[str, list[int]]  # of each unit: the numbers of its variables
+
+    def maker(self, period: Period, size: int) -> PatchMaker:
+        return PatchMaker(self.grid, period, self.climatology, size)
+
+    def eval_patches(self, period: Period, size: int, number: int) -> PatchDataset:
+        """The patches of a period that every run is judged on, whatever its seed."""
+        return PatchDataset(self.maker(period, size), self.reader, number, EVAL_SEED)

@@ -1,100 +1,45 @@
-"""Which samples each rank and worker gets, and the loaders that bring them."""
+"""The loaders that bring each rank its batches."""
 
-import gc
 import math
 import multiprocessing
-import os
 import sys
-from collections.abc import Iterator
-from threading import Thread
 
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from block_loader import BlockLoader, BlockOrder
-from data import PatchDataset
-from store import FieldReader
+from clock import TimedLoader
+from data import Data, PatchDataset
+from steps import StepSampler
 from wind_blocks import WindBlocks
-
-# Imported once, by the server that all workers are forked from. No room may be among
-# them: it would be another chapter's in a process that has seen two.
-PRELOADED = [
-    "lightning.pytorch",
-    "matplotlib.figure",
-    "obstore",
-    "scipy.interpolate",
-    "torchmetrics",
-    "xarray",
-    "zarr",
-]
-
-
-class StepSampler(Sampler):
-    """A rank's slice of the global batch of every step, in micro-batches.
-
-    Each is a list of (step, k). To resume, give `first_step`. Any number of ranks cuts the
-    same global batch, into slices as equal as may be.
-    """
-
-    def __init__(
-        self,
-        batch_size: int,
-        max_steps: int,
-        first_step: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulate_grad_batches: int = 1,
-    ):
-        self.batch_size = batch_size
-        self.max_steps = max_steps
-        self.first_step = first_step
-        self.rank = rank
-        self.world_size = world_size
-        self.accumulate_grad_batches = accumulate_grad_batches
-
-    def __len__(self) -> int:
-        # The whole run's: after a resume Lightning counts the earlier batches as fetched.
-        return self.max_steps * self.accumulate_grad_batches
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        pieces = self.world_size * self.accumulate_grad_batches
-        first = self.rank * self.accumulate_grad_batches
-        for step in range(self.first_step, self.max_steps):
-            for piece in range(first, first + self.accumulate_grad_batches):
-                begin = self.batch_size * piece // pieces
-                end = self.batch_size * (piece + 1) // pieces
-                yield [(step, k) for k in range(begin, end)]
+from workers import PRELOADED, start_worker
 
 
 class WindDataModule(LightningDataModule):
     """The training's block loader, and plain loaders for validation and test.
 
-    `reader` is the one that validation and test read through.
     `options` are kept in each checkpoint, because a resumed run must share most of them.
     """
 
     def __init__(
         self,
+        data: Data,
+        *,
         options: dict,
         order: BlockOrder,
         blocks: WindBlocks,
-        validation: PatchDataset,
-        test: PatchDataset,
-        reader: FieldReader,
-        first_step: int = 0,
-        num_workers: int = 0,
-        start_method: str = "forkserver",
+        first_step: int,
     ):
         super().__init__()
         self.save_hyperparameters(options, logger=False)
+        self.data = data
         self.order = order
         self.blocks = blocks
-        self.validation = validation
-        self.test = test
-        self.reader = reader
         self.first_step = first_step
-        self.num_workers = num_workers
-        self.start_method = start_method
+        size = options["patch_size"]
+        number = options["eval_samples"]
+        self.validation = data.eval_patches(data.validation, size, number)
+        self.test = data.eval_patches(data.test, size, number)
 
     def train_dataloader(self) -> DataLoader:
         return self.train_loader(self.trainer.global_rank, self.trainer.world_size)
@@ -107,28 +52,30 @@ class WindDataModule(LightningDataModule):
 
     def train_loader(self, rank: int = 0, world_size: int = 1) -> DataLoader:
         """A rank's micro-batches, from the first step on."""
-        accumulate = self.hparams.accumulate_grad_batches
+        options = self.hparams
+        accumulate = options.accumulate_grad_batches
         batches = StepSampler(
-            self.hparams.batch_size,
-            self.hparams.max_steps,
-            self.first_step,
-            rank,
-            world_size,
-            accumulate,
+            options.batch_size,
+            options.max_steps,
+            first_step=self.first_step,
+            rank=rank,
+            world_size=world_size,
+            accumulate_grad_batches=accumulate,
         )
         loader = BlockLoader(
             self.order, batches, self.blocks.read_block, self.blocks.make_batch
         )
         if rank == 0:
-            warn_of_rereading(self.num_workers, self.order.steps_per_round * accumulate)
-        if not self.num_workers:
-            return DataLoader(loader, batch_size=None)
+            per_round = self.order.steps_per_round * accumulate
+            warn_of_rereading(options.num_workers, per_round)
+        if not options.num_workers:
+            return TimedLoader(loader, batch_size=None)
         multiprocessing.set_forkserver_preload(PRELOADED)
-        return DataLoader(
+        return TimedLoader(
             loader,
             batch_size=None,
-            num_workers=self.num_workers,
-            multiprocessing_context=self.start_method,
+            num_workers=options.num_workers,
+            multiprocessing_context=options.start_method,
             worker_init_fn=start_worker,
         )
 
@@ -156,18 +103,3 @@ def warn_of_rereading(num_workers: int, batches_per_round: int) -> None:
         fewer -= 1
     note = f"note: with --num-workers {num_workers} each block is read {readers} times"
     print(f"{note}; with --num-workers {fewer} it is read once", file=sys.stderr)
-
-
-def start_worker(worker: int) -> None:
-    """Prepare a worker's process."""
-    gc.freeze()  # else the collector stops all reads for 0.4 s, to look at what is imported
-    Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent() -> None:
-    """End this process when its rank is killed.
-
-    torch watches the forkserver instead, which lives as long as its workers.
-    """
-    multiprocessing.parent_process().join()
-    os._exit(1)

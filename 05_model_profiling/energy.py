@@ -17,7 +17,7 @@ import torch
 
 from errors import refuse
 from fixes import milestones
-from records import parse_studies, save_rows, spread
+from results import parse_studies, save_rows, spread
 from step import Step, make_batch, run_steps
 
 SIZE = {"batch": 32, "patch": 64, "seconds": 8.0}

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from model import Batch
 from options import has_bf16
-from records import RESULTS, parse_studies, save_rows, spread
+from results import RESULTS, parse_studies, save_rows, spread
 from step import (
     IS_GLIBC,
     Fixes,

@@ -224,11 +224,13 @@ def profile_chapter(options: Options, location: Location) -> Profile:
     """Profile the training of train.py, without its accumulation of gradients."""
     options = replace(options, max_steps=STEPS, accumulate_grad_batches=1, resume=None)
     folder = Path(options.output_dir)
-    data = train.make_data(options, location, first_step=0)
+    data = train.make_data(options, location)
+    datamodule = train.make_datamodule(options, data, first_step=0)
 
     def fit(profiler: Profiler) -> None:
         model = train.make_model(options, data)
-        train.make_trainer(options, [], "", profiler).fit(model, datamodule=data)
+        trainer = train.make_trainer(options, [], "", profiler)
+        trainer.fit(model, datamodule=datamodule)
 
     profile = profile_training(fit, folder)
     if rank_zero_only.rank == 0:

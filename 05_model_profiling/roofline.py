@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from errors import refuse
 from fixes import milestones, time_in_turn
 from options import has_bf16
-from records import RESULTS, save_rows, spread
+from results import RESULTS, save_rows, spread
 from step import make_batch, wait_for
 
 SIZE = {"batch": 32, "patch": 64, "matrix": 2048, "copy": 2**28, "repeats": 7}

@@ -29,7 +29,7 @@ from errors import refuse
 from model import Batch, FillGaps, GroupNorm, masked_sums
 from options import check_folder, has_bf16
 from profiler import HERE, STEPS, Profile, profile_training
-from records import RESULTS, save_rows
+from results import RESULTS, save_rows
 from step import make_batch
 from traces import (
     COMPILING,

@@ -17,27 +17,27 @@ from time import perf_counter
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import Profiler, SimpleProfiler
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import evaluation
 from block_loader import BlockOrder
 from checkpoints import StepCheckpoint, read_first_step
-from climatology import load_climatology
+from clock import StepClock, peak_memory_gb
 from command_line import call_with_store, run
-from data import Grid, PatchDataset
+from data import Data, Grid
 from datamodule import WindDataModule
-from evaluation import EVAL_SAMPLES, EVAL_SEED, StepClock
-from fields import Period, group_by_unit, split_times
+from fields import group_by_unit, split_times
 from model import FillGaps
 from options import Options
 from store import FieldReader, Location, RequestCounter
+from store_climatology import load_climatology
 from wind_blocks import WindBlocks
 
 
-def make_data(options: Options, location: Location, first_step: int) -> WindDataModule:
-    """Patches to train on, to validate on and to test on; none is read yet."""
+def make_data(options: Options, location: Location) -> Data:
+    """Open the store: its grid, the times of each period, and the climatology."""
     reader = FieldReader(location, options.variables, options.level)
     fields = reader.open()
     spans = {
@@ -46,46 +46,51 @@ def make_data(options: Options, location: Location, first_step: int) -> WindData
         "--test-times": options.test_times,
     }
     training, validation, test = split_times(fields.time, spans)
-    span = options.train_times
-    climatology = load_climatology(reader, training, span, options.missing)
-    grid = Grid(fields.latitude.values, fields.longitude.values)
-    size = options.patch_size
-    batch_size = options.batch_size
-    per_block = options.patches_per_block
-
-    def make_dataset(period: Period, batch_size: int, seed: int) -> PatchDataset:
-        return PatchDataset(
-            reader.read_at_once, grid, period, climatology, size, batch_size, seed
-        )
-
-    blocks = WindBlocks(
-        make_dataset(training, batch_size, options.seed),
-        # Its own, because only its reads are counted as the training's.
-        FieldReader(location, options.variables, options.level),
-        per_block,
+    climatology = load_climatology(
+        reader,
+        training,
+        span=options.train_times,
+        missing=options.missing,
+        folder=Path(options.climatology_dir),
     )
+    return Data(
+        reader=reader,
+        grid=Grid(fields.latitude.values, fields.longitude.values),
+        training=training,
+        validation=validation,
+        test=test,
+        climatology=climatology,
+        units=group_by_unit(fields, options.variables),
+    )
+
+
+def make_datamodule(options: Options, data: Data, first_step: int) -> WindDataModule:
+    """The loaders; no patch is read yet."""
+    per_block = options.patches_per_block
+    maker = data.maker(data.training, options.patch_size)
+    blocks = WindBlocks(maker, data.reader.counted_apart(), per_block)
     order = BlockOrder(
-        len(blocks), batch_size, options.shuffle_slots, per_block, options.seed
+        blocks=len(blocks),
+        batch_size=options.batch_size,
+        slots=options.shuffle_slots,
+        patches_per_block=per_block,
+        seed=options.seed,
     )
     return WindDataModule(
-        asdict(options),
-        order,
-        blocks,
-        make_dataset(validation, EVAL_SAMPLES, EVAL_SEED),
-        make_dataset(test, EVAL_SAMPLES, EVAL_SEED),
-        reader,
-        first_step,
-        options.num_workers,
-        options.start_method,
+        data, options=asdict(options), order=order, blocks=blocks, first_step=first_step
     )
 
 
-def make_model(options: Options, data: WindDataModule) -> FillGaps:
+def make_model(options: Options, data: Data) -> FillGaps:
     """The network for these data, with its loss and its learning rate."""
-    units = group_by_unit(data.reader.open(), options.variables)
-    std = data.test.std.flatten().tolist()
-    rate = options.learning_rate
-    model = FillGaps(std, units, rate, options.max_steps, options.seed, options.padding)
+    model = FillGaps(
+        std=data.climatology.std.tolist(),
+        units=data.units,
+        learning_rate=options.learning_rate,
+        max_steps=options.max_steps,
+        seed=options.seed,
+        padding=options.padding,
+    )
     if options.compile:
         model.model.compile()  # not the LightningModule: self.log would break the graph
     return model
@@ -102,7 +107,7 @@ class LossBar(TQDMProgressBar):
 
 
 def make_trainer(
-    options: Options, callbacks: list[Callback], log: str, profiler: Profiler
+    options: Options, callbacks: list[Callback], log: str, profiler: Profiler | None
 ) -> Trainer:
     """Lightning's loop, as the flags have it."""
     folder = options.output_dir
@@ -139,32 +144,33 @@ def train(options: Options, location: Location) -> dict:
     """Train, judge and draw; return the headline metrics on rank 0."""
     began = perf_counter()
     first_step = read_first_step(options.resume, asdict(options))
-    data = make_data(options, location, first_step)
+    data = make_data(options, location)
     gc.freeze()  # else the collector stops all reads for 0.4 s to look at modules
+    datamodule = make_datamodule(options, data, first_step)
     model = make_model(options, data)
-    units = model.hparams.units
     clock = StepClock()
     counter = RequestCounter()
     log = f"resumed_at_{first_step}" if options.resume else ""
-    trainer = make_trainer(options, [clock, counter], log, SimpleProfiler())
+    trainer = make_trainer(options, [clock, counter], log, profiler=None)
 
-    trainer.fit(model, datamodule=data, ckpt_path=options.resume)
+    trainer.fit(model, datamodule=datamodule, ckpt_path=options.resume)
     folder = Path(options.output_dir)
     trainer.save_checkpoint(folder / "last.ckpt")
-    tested = trainer.test(model, datamodule=data, verbose=False)[0]
+    tested = trainer.test(model, datamodule=datamodule, verbose=False)[0]
     if not trainer.is_global_zero:
         return {}
 
     metrics = {"steps": options.max_steps, "missing_chunks": counter.missing_chunks}
     metrics |= clock.throughput(options.batch_size)
-    metrics["peak_memory_gb"] = evaluation.peak_memory_gb()
+    metrics["peak_memory_gb"] = peak_memory_gb()
     if options.count_requests:
         metrics |= counter.per_sample()
-    rmse = evaluation.baselines(data.test, units)
-    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
+    patches = datamodule.test
+    rmse = evaluation.baselines(patches, data.units)
+    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in data.units}
     metrics["rmse"] = rmse
     picture = folder / "fill.png"
-    evaluation.plot_example(data.test, units, model.model).savefig(picture)
+    evaluation.plot_example(patches, data.units, model.model).savefig(picture)
     metrics["seconds"] = perf_counter() - began
     (folder / "summary.json").write_text(json.dumps(metrics, indent=2))
     evaluation.print_summary(metrics, options.test_times, picture)

@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from checkpoints import BackgroundWriter, CheckpointError, print_note, step_name
+from checkpoints import BackgroundWriter, step_name
+from errors import CheckpointError, print_note
 from preemption import EXIT_AGAIN, TEXTS, Agreement, Preemption, Reason
 from recovery import BadLoss, LossHistory, Window
 
@@ -44,6 +45,7 @@ class StepBoundary(Checkpoint):
         writer: BackgroundWriter,
         preemption: Preemption,
         losses: LossHistory,
+        *,
         skipped: tuple[Window, ...],
         every_steps: int,
         every_minutes: float | None,

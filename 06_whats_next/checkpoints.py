@@ -18,16 +18,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
-from errors import DataError, first_line
+from errors import CheckpointError, DataError, first_line, print_note
 from store import Location, client_options
 
 ASIDE = "part.ckpt"  # what is being written
 # Of obstore, of the system, and of torch.save on a full disk.
 STORE_ERRORS = (BaseError, OSError, RuntimeError)
-
-
-class CheckpointError(Exception):
-    """Why a run cannot go on from a checkpoint, and what to do about it, in one line."""
 
 
 class DamagedError(CheckpointError):
@@ -291,10 +287,3 @@ class BackgroundWriter(CheckpointIO):
 
     def remove_checkpoint(self, path: str) -> None:
         self.folder.delete(path)
-
-
-def print_note(text: str) -> None:
-    """A line below the progress bar, once on each node."""
-    place = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    if place == "0":
-        print(f"\nnote: {text}", flush=True)

@@ -1,30 +1,10 @@
-"""The climatology of the training times: read from the store, or computed once and kept."""
+"""The mean of each month of the training times, and the spread around it."""
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
-import xarray as xr
-from filelock import FileLock
-from tqdm import tqdm
 
-from errors import DataError, first_line
-from fields import DIMENSIONS, Period, sort_coordinates, split_by_chunk, times_per_chunk
-from store import FieldReader
-
-KEPT = Path(__file__).parent / "outputs/climatology"
-TIMES_A_MONTH = 20  # of a sample
-SAMPLE_STREAM = 5  # of random numbers
-# Under --missing mask. The mean of one value would leave an anomaly of exactly 0.
-LEAST_VALUES = 3
-TIMES_AHEAD = 16  # read at once
-SAVES = 20  # of the sums, in a pass over the training times
+from errors import DataError
 
 
 @dataclass(frozen=True)
@@ -42,155 +22,11 @@ class Climatology:
         return ~np.isnan(self.mean).all(axis=0).any(axis=0)
 
 
-def load_climatology(
-    reader: FieldReader,
-    training: Period,
-    span: tuple[str, str],
-    missing: str = "refuse",
-) -> Climatology:
-    """From the store's statistics of this span, if it has some, else from a sample.
-
-    If `missing` is "mask", from what is present at all times of the span: a sample would
-    take a cloudy cell for an empty one, and the store's statistics do not say how many
-    values they are of. DataError if they are of another grid, or if a variable has no
-    values or no anomalies.
-    """
-    # A reader of its own, because the run's counts the missing chunks of the run.
-    reader = FieldReader(reader.location, reader.variables, reader.level)
-    level = [reader.level] if reader.level else []
-    name = "_".join([*sorted(reader.variables), *level, *span])
-    if len(name) >= 200 or "/" in name:  # a file's name may have 255 letters
-        name = sha256(name.encode()).hexdigest()
-    climatology = None
-    if missing == "refuse":
-        climatology = read_statistics(reader, name)
-    if climatology is None:
-        climatology = keep(reader, training, name, missing)
-    size = np.nanmax(np.abs(climatology.mean), axis=(0, 2, 3))
-    least = 1e-6 * size  # what rounding leaves of a constant
-    for variable, std, smallest in zip(reader.variables, climatology.std, least):
-        if not std > smallest:
-            reason = "in the training times it never differs from its month's mean"
-            raise DataError(f"--variables {variable}: {reason}; leave it out")
-    return climatology
-
-
-def read_statistics(reader: FieldReader, name: str) -> Climatology | None:
-    """From the store's group; None if another tool made it, or for other times."""
-    fields = reader.open()
-    group = f"statistics/{name}"
-    try:
-        statistics = xr.open_zarr(reader.store, group=group, chunks=None).load()
-    except (FileNotFoundError, KeyError):
-        return None
-    except (RuntimeError, ValueError) as error:  # a codec's
-        raise DataError(f"{group}: {first_line(error)}") from error
-    for variable in reader.variables:
-        if variable not in statistics or "std" not in statistics[variable].attrs:
-            return None
-    statistics = sort_coordinates(statistics)[reader.variables]
-    for dim in ("latitude", "longitude"):
-        if not np.array_equal(statistics[dim], fields[dim]):
-            reason = "its grid differs from the store's"
-            raise DataError(f"{group}: {reason}; run make_store.py again")
-    mean = statistics.to_dataarray("variable").astype("float32")
-    mean = mean.transpose("month", "variable", "latitude", "longitude").values
-    std = [statistics[variable].attrs["std"] for variable in reader.variables]
-    climatology = Climatology(mean, np.float32(std), reader.variables)
-    require_values(climatology.valid)
-    return climatology
-
-
-def require_values(valid: np.ndarray) -> None:
-    """DataError unless some cell has a value of every variable, (latitude, longitude)."""
-    if not valid.any():
-        reason = "no cell has values of all variables in the training times"
-        raise DataError(f"--variables, --train-times: {reason}; give others")
-
-
-def keep(reader: FieldReader, training: Period, name: str, missing: str) -> Climatology:
-    """Computed, and kept in a file for the next run."""
-    path = KEPT / f"{name}_{missing}_{identify(reader, training)}.npz"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):  # of several ranks, one computes
-            if not path.exists():
-                if missing == "mask":
-                    times = "all training times"
-                    mean, std = average_present(reader, training, path)
-                else:
-                    times = "a sample"
-                    mean, std = average_sample(reader, training)
-                save(path, mean=mean, std=std)
-                print(f"climatology of {times}, kept in {os.path.relpath(path)}")
-    except OSError as error:
-        reason = f"the climatology cannot be kept: {error.strerror}"
-        raise DataError(f"{KEPT}: {reason}; make the folder writable") from error
-    with np.load(path) as kept:
-        return Climatology(kept["mean"], kept["std"], reader.variables, missing)
-
-
-def save(path: Path, **arrays: np.ndarray) -> None:
-    """Write arrays to a file that is whole whenever it is there."""
-    partial = path.with_suffix(".part.npz")
-    np.savez(partial, **arrays)
-    os.replace(partial, path)
-
-
-def identify(reader: FieldReader, training: Period) -> str:
-    """A name for a store, its grid, its first values and these variables in their order."""
-    location = reader.location
-    url = location.url
-    if "://" not in url:
-        url = os.path.abspath(url)
-    server = urlsplit(location.endpoint or "")
-    parts = [url, server.hostname, *reader.variables]  # a server's port may change
-    fields = reader.open()
-    # As text: dates of other calendars are objects, and their bytes are addresses.
-    parts += [fields[dim].values.astype(str).tobytes() for dim in DIMENSIONS]
-    first = {"time": training.positions[0]}
-    parts += [reader.read(variable, first).tobytes() for variable in reader.variables]
-    # The chunks, too: a pass that was stopped has counted those that are in its sums.
-    parts += [reader.level, times_per_chunk(fields), TIMES_A_MONTH, LEAST_VALUES]
-    return sha256(repr(parts).encode()).hexdigest()[:12]
-
-
-def average_sample(
-    reader: FieldReader, training: Period
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and std, as a Climatology has them, from TIMES_A_MONTH times of each month.
-
-    The times are the same in every run.
-    """
-    rng = np.random.default_rng(SAMPLE_STREAM)
-    means, squares, counts = [], [], []
-    for month in tqdm(range(12), "months sampled", disable=None):
-        of_month = training.positions[training.months == month]
-        times = np.sort(rng.permutation(of_month)[:TIMES_A_MONTH])
-        sample = [reader.read(name, {"time": times}) for name in reader.variables]
-        values = np.stack(sample).astype("float64")  # (variables, times, H, W)
-        check_finite(values, times, reader)
-        count = np.isfinite(values).sum(axis=1)
-        total = np.nansum(values, axis=1)
-        mean = np.divide(
-            total, count, out=np.full(total.shape, np.nan), where=count > 0
-        )
-        means.append(mean)
-        squares.append(np.nansum((values - mean[:, None]) ** 2, axis=1))
-        counts.append(count)
-    counted = np.sum(counts, axis=0)
-    valid = (counted > 0).all(axis=0)
-    require_values(valid)
-    variance = np.sum(squares, axis=0)[:, valid].sum(axis=1)
-    variance /= counted[:, valid].sum(axis=1)
-    return np.float32(means), np.float32(variance**0.5)
-
-
-class Sums:
-    """What is present in each month and cell, added up in double precision."""
+class MonthlySums:
+    """The values of each month and cell, added up in double precision."""
 
     def __init__(self, variables: int, height: int, width: int):
-        self.blocks = 0  # of the training times, that are in the sums
+        self.blocks = 0  # that are in the sums
         self.count = np.zeros((12, 1, height, width), "int32")
         self.total = np.zeros((12, variables, height, width))
         self.squares = np.zeros_like(self.total)
@@ -207,9 +43,12 @@ class Sums:
             self.squares[month] += (seen**2).sum(axis=1)
         self.blocks += 1
 
-    def average(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and std, as a Climatology has them. DataError if no cell has enough values."""
-        enough = self.count >= LEAST_VALUES
+    def average(self, least: int) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and std, as a Climatology has them, of cells with `least` values in a month.
+
+        DataError if there is no such cell.
+        """
+        enough = self.count >= least
         require_values(enough.any(axis=0))
         mean = np.full(self.total.shape, np.nan)
         np.divide(self.total, self.count, out=mean, where=enough)
@@ -218,68 +57,8 @@ class Sums:
         return np.float32(mean), np.float32(variance.clip(0) ** 0.5)
 
 
-def average_present(
-    reader: FieldReader, training: Period, path: Path
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and std of what is present at all training times, each chunk read once.
-
-    A few threads read ahead; the blocks are added in order, so that the sums are the same
-    in every pass. They are saved now and then, and a pass that was stopped goes on from there.
-    """
-    fields = reader.open()
-    blocks = split_by_chunk(fields, training.positions)
-    sums = Sums(len(reader.variables), fields.latitude.size, fields.longitude.size)
-    saved = path.with_suffix(".sums.npz")
-    if saved.exists():
-        with np.load(saved) as arrays:
-            vars(sums).update(arrays)
-
-    def read(block: np.ndarray) -> np.ndarray:
-        times = training.positions[block]
-        values = reader.read_at_once([{"time": slice(times[0], times[-1] + 1)}])[0]
-        check_finite(values, times, reader)
-        return values
-
-    rest = blocks[int(sums.blocks) :]
-    bar = tqdm(
-        total=len(blocks),
-        initial=len(blocks) - len(rest),
-        desc="climatology",
-        disable=None,
-    )
-    ahead = max(1, TIMES_AHEAD // times_per_chunk(fields))
-    for block, values in zip(rest, read_ahead(read, rest, ahead)):
-        sums.add(values, training.months[block])
-        bar.update()
-        if sums.blocks % max(1, len(blocks) // SAVES) == 0:
-            save(saved, **vars(sums))
-    bar.close()
-    missing = reader.traffic()[2]
-    if missing:
-        print(f"missing chunks in the training times: {missing}")
-    absent = 1 - sums.count.sum() / (len(training.dates) * sums.count[0].size)
-    print(f"absent in the training times: {absent:.1%} of the values")
-    saved.unlink(missing_ok=True)
-    return sums.average()
-
-
-def read_ahead(
-    read: Callable[[np.ndarray], np.ndarray], blocks: list[np.ndarray], ahead: int
-) -> Iterator[np.ndarray]:
-    """What `read` returns for each block, in order, read by as many threads ahead."""
-    pending: deque[Future] = deque()
-    with ThreadPoolExecutor(ahead) as threads:
-        for block in blocks:
-            pending.append(threads.submit(read, block))
-            if len(pending) > ahead:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-def check_finite(values: np.ndarray, times: np.ndarray, reader: FieldReader) -> None:
-    """DataError if a value is infinite. NaN is allowed: the cell may be masked."""
-    infinite = np.isinf(values).any(axis=(0, 2, 3))
-    if infinite.any():
-        date = reader.open().time.values[times[infinite][0]]
-        raise DataError(f"infinity on {str(date)[:16]}; replace it by a value")
+def require_values(valid: np.ndarray) -> None:
+    """DataError unless some cell has a value of every variable, (latitude, longitude)."""
+    if not valid.any():
+        reason = "no cell has values of all variables in the training times"
+        raise DataError(f"--variables, --train-times: {reason}; give others")

@@ -11,9 +11,8 @@ from typing import TypeVar
 
 from torch import distributed
 
-from checkpoints import CheckpointError
 from demo_store import serve_demo_store
-from errors import DataError, first_line, refuse
+from errors import CheckpointError, DataError, first_line, refuse
 from options import Options, parse_options
 from store import Location
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from demo_store import CLOUD
-from records import save_rows
+from results import save_rows
 
 HERE = Path(__file__).parent
 STORE = CLOUD / "outputs/buckets/winds/small.zarr"

@@ -1,14 +1,10 @@
-"""What a run is judged by: baselines without a network, a picture, speed, a summary."""
+"""What a run is judged by: baselines without a network, a picture, a summary."""
 
-import math
-import sys
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from scipy.interpolate import griddata
 from scipy.spatial import QhullError
@@ -18,10 +14,8 @@ from data import PatchDataset
 from errors import DataError
 
 EVAL_SAMPLES = 96
-EVAL_SEED = 1991  # not --seed: every run is judged on the same patches
 NOTHING_TO_JUDGE = "--test-times: no value is present in any patch; give others"
 BASELINE = "interpolated anomalies"  # the one to beat
-WAIT = "[_TrainingEpochLoop].train_dataloader_next"  # as Lightning's profilers call it
 
 
 def baselines(
@@ -30,10 +24,11 @@ def baselines(
     """The RMSE of each fill without a network, in each unit."""
     squares: dict[str, np.ndarray] = {}
     weights = 0.0
+    maker = dataset.maker
     samples = dataset.__getitems__([(0, k) for k in range(dataset.batch_size)])
     for k, sample in enumerate(samples):
-        mean = dataset.monthly_mean(dataset.patch(0, k))
-        anomaly = dataset.std * sample["target"]
+        mean = maker.monthly_mean(dataset.patch(0, k))
+        anomaly = maker.std * sample["target"]
         seen = sample["input"][-1] > 0
         unseen = sample["unseen"][0] > 0
         weight = sample["weight"][0, unseen]
@@ -102,14 +97,15 @@ def plot_example(
 
     Cells that are absent are left blank, in a darker grey than those that are not shown.
     """
+    maker = dataset.maker
     k, sample = first_with_target(dataset)
     patch = dataset.patch(0, k)
     prediction = predict(network, sample["input"])
     unseen = sample["unseen"][0] > 0
     present = unseen | (sample["input"][-1] > 0)
-    truth = dataset.monthly_mean(patch) + dataset.std * sample["target"]
+    truth = maker.monthly_mean(patch) + maker.std * sample["target"]
     truth = np.where(present, truth, np.nan)
-    error = dataset.std * (prediction - sample["target"])
+    error = maker.std * (prediction - sample["target"])
     error = np.where(unseen, error, 0)
     is_wind = units == {"m/s": [0, 1]}
     show = speed if is_wind else first_variable
@@ -122,10 +118,10 @@ def plot_example(
         "error of the fill": np.where(unseen, miss, np.nan),
     }
     blank = np.where(present, np.nan, 0.4)
-    size = dataset.space.size
-    y = dataset.grid.latitude[patch.row : patch.row + size]
-    west = dataset.grid.longitude[patch.column]
-    x = west + dataset.grid.spacing * np.arange(size)
+    size = maker.space.size
+    y = maker.grid.latitude[patch.row : patch.row + size]
+    west = maker.grid.longitude[patch.column]
+    x = west + maker.grid.spacing * np.arange(size)
     low = np.nanmin(wind)
     high = np.nanmax(wind)
 
@@ -142,7 +138,7 @@ def plot_example(
         axes.xaxis.set_major_formatter(format_longitude)
         axes.yaxis.set_major_formatter(format_latitude)
         figure.colorbar(mesh, ax=axes, extend=beyond, label=next(iter(units)))
-    date = str(dataset.period.dates[patch.time])[:10]
+    date = str(maker.period.dates[patch.time])[:10]
     title = f"{date}, kept from training"
     if not present.all():
         title += "; dark grey: no value"
@@ -191,57 +187,6 @@ def format_longitude(degrees: float, position: int | None = None) -> str:
         return f"{abs(degrees):g}°"
     hemisphere = "E" if degrees > 0 else "W"
     return f"{abs(degrees):g} °{hemisphere}"
-
-
-class StepClock(Callback):
-    """Times the loop by the wall clock, without its first step, which starts everything up.
-
-    Seconds of a batch go from the end of the batch before to its own end, so that they
-    include the wait for data, the copy to the device, the step and what is logged.
-    """
-
-    def __init__(self):
-        self.seconds: list[float] = []
-        self.waits: list[float] = []
-        self.first_batches = 1  # those of the first step
-        self.mark = 0.0
-
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.first_batches = trainer.accumulate_grad_batches
-        self.waits = trainer.profiler.recorded_durations[WAIT]  # SimpleProfiler's
-        self.mark = perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
-    ) -> None:
-        now = perf_counter()
-        self.seconds.append(now - self.mark)
-        self.mark = now
-
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.mark = perf_counter()
-
-    def throughput(self, batch_size: int) -> dict[str, float]:
-        """Samples/s, and the share of the time spent waiting for data; {} after one step."""
-        seconds = self.seconds[self.first_batches :]
-        waits = self.waits[self.first_batches : len(self.seconds)]
-        if not seconds:
-            return {}
-        samples = batch_size * len(seconds) / self.first_batches
-        return {
-            "samples_per_second": samples / sum(seconds),
-            "data_wait_share": sum(waits) / sum(seconds),
-        }
-
-
-def peak_memory_gb() -> float:
-    """The most that this process has held; NaN on Windows."""
-    with suppress(ImportError):
-        import resource
-
-        unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    return math.nan
 
 
 def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:

@@ -1,4 +1,4 @@
-"""The variables of a store and the times of each period, whatever their dimensions are called."""
+"""Variables and the times of each period, whatever their dimensions are called."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,34 +16,23 @@ DIMENSIONS = {
 }
 
 
-def select_variables(
-    dataset: xr.Dataset, names: list[str], level: str | None = None
-) -> xr.Dataset:
+def select_variables(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
     """The named variables on sorted dimensions; no value is read.
 
-    `level` chooses a value of one further dimension. The order of dimensions stays that of
-    the store. DataError if a variable cannot be used.
+    The order of dimensions stays that of the store. DataError if a variable cannot be used.
     """
     on_store = {str(name): dataset[name].dims for name in dataset.data_vars}
-    present = [name for name in on_store if name in names]
-    dataset = dataset[present].squeeze().reset_coords(drop=True)
-    dataset = rename_dimensions(dataset)
-    if level is not None:
-        dataset = select_level(dataset, level)
+    dataset = name_dimensions(dataset, names)
     for name in names:
         complete = name in dataset and set(DIMENSIONS) <= set(dataset.indexes)
         if not complete or sorted(dataset[name].dims) != sorted(DIMENSIONS):
-            listed = [
-                f"{key} ({', '.join(map(str, on_store[key]))})" for key in on_store
-            ]
-            choice = "; ".join(listed) or "no variable"
             reason = f"it is not in the store on {', '.join(DIMENSIONS)} alone"
+            choice = list_variables(on_store)
             needed = "each needs coordinates and more than one value"
             if set(DIMENSIONS) < set(dataset.dims) and len(dataset.dims) == 4:
                 needed = "choose a value of the further dimension by --level"
-            raise DataError(
-                f"--variables {name}: {reason}; there are {choice}; {needed}"
-            )
+            problem = f"--variables {name}: {reason}"
+            raise DataError(f"{problem}; there are {choice}; {needed}")
         check_values(dataset[name])
     for dim in ("latitude", "longitude"):
         if dataset[dim].dtype.kind not in "iuf":
@@ -55,31 +44,12 @@ def select_variables(
     return sort_coordinates(dataset)
 
 
-def select_level(dataset: xr.Dataset, level: str) -> xr.Dataset:
-    """The value `level` of the one dimension that is neither time nor on the map.
-
-    DataError if there is no such dimension, or more than one, or no such value.
-    """
-    further = sorted(set(map(str, dataset.dims)) - set(DIMENSIONS))
-    if len(further) != 1:
-        listed = " and ".join(further) or "no further dimension of several values"
-        reason = f"--level {level}: the variables have {listed}"
-        raise DataError(f"{reason}; leave it out, or give variables that have one")
-    (dim,) = further
-    for number, value in enumerate(dataset[dim].values):
-        if is_same(value, level):
-            return dataset.isel({dim: number}, drop=True)
-    choice = ", ".join(map(str, dataset[dim].values))
-    raise DataError(f"--level {level}: {dim} has no such value; give one of {choice}")
-
-
-def is_same(value: object, text: str) -> bool:
-    """Whether a text names a value: as a number if both are numbers."""
-    if str(value) == text:  # a float32 may differ from what it is printed as
-        return True
-    with suppress(TypeError, ValueError):
-        return float(value) == float(text)
-    return False
+def list_variables(dims: dict[str, tuple]) -> str:
+    """The variables there are, each with its dimensions, in one line."""
+    listed = []
+    for name, of_variable in dims.items():
+        listed.append(f"{name} ({', '.join(map(str, of_variable))})")
+    return "; ".join(listed) or "no variable"
 
 
 def check_values(variable: xr.DataArray) -> None:
@@ -92,23 +62,36 @@ def check_values(variable: xr.DataArray) -> None:
         raise DataError(f"--variables {variable.name}: {reason}")
 
 
-def rename_dimensions(dataset: xr.Dataset) -> xr.Dataset:
-    """Call the dimensions time, latitude and longitude.
+def name_dimensions(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
+    """Those of the named variables that there are, on time, latitude and longitude."""
+    dataset = select_present(dataset, names)
+    return dataset.rename(find_dimensions(dataset))
 
-    DataError if two coordinates look like the same dimension.
+
+def select_present(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
+    """Those of the named variables that there are, without dimensions of one value."""
+    present = [name for name in dataset.data_vars if name in names]
+    return dataset[present].squeeze().reset_coords(drop=True)
+
+
+def find_dimensions(dataset: xr.Dataset) -> dict[str, str]:
+    """Which coordinates are time, latitude and longitude, by what each says of itself.
+
+    cf_xarray's guess_coord_axis would also take month, hour, lead_time or latent for one of
+    them, and these are further dimensions. DataError if two look like the same.
     """
+    names: dict[str, str] = {}
     for dimension, signs in DIMENSIONS.items():
-        found = [
-            str(name) for name in dataset.indexes if signs & describe(dataset[name])
-        ]
+        found = []
+        for name in dataset.indexes:
+            if signs & describe(dataset[name]):
+                found.append(str(name))
         if len(found) > 1:
             reason = f"{' and '.join(found)} both look like {dimension}"
             raise DataError(f"{reason}; give --variables of one grid")
         if found:
-            dataset = dataset.rename({found[0]: dimension})
-            for variable in dataset.variables.values():
-                rename_chunks(variable, found[0], dimension)
-    return dataset
+            names[found[0]] = dimension
+    return names
 
 
 def describe(coordinate: xr.DataArray) -> set[str]:
@@ -117,13 +100,6 @@ def describe(coordinate: xr.DataArray) -> set[str]:
         coordinate.attrs.get(key) for key in ("standard_name", "axis", "units")
     ]
     return {str(coordinate.name).lower(), *map(str, attributes)}
-
-
-def rename_chunks(variable: xr.Variable, old: str, new: str) -> None:
-    """Rename a dimension in the chunks, which xarray's rename leaves as they were."""
-    chunks = variable.encoding.get("preferred_chunks", {})
-    renamed = {new if name == old else name: size for name, size in chunks.items()}
-    variable.encoding["preferred_chunks"] = renamed
 
 
 def sort_coordinates(dataset: xr.Dataset) -> xr.Dataset:
@@ -146,22 +122,6 @@ def sort_coordinates(dataset: xr.Dataset) -> xr.Dataset:
     if np.isclose(width, 360, atol=1e-4):  # 0 and 360 are the same column
         dataset = dataset.isel(longitude=slice(0, -1))
     return dataset
-
-
-def times_per_chunk(fields: xr.Dataset) -> int:
-    """How many times a chunk holds; in a sharded store, the chunk inside the shard."""
-    sizes = [1]
-    for name in fields.data_vars:
-        chunks = fields[name].encoding.get("preferred_chunks", {})
-        sizes.append(chunks.get("time", 1))
-    return max(sizes)
-
-
-def split_by_chunk(fields: xr.Dataset, positions: np.ndarray) -> list[np.ndarray]:
-    """The positions along time of each chunk, as numbers from 0 to len(positions) - 1."""
-    chunks = positions // times_per_chunk(fields)
-    starts = np.flatnonzero(np.diff(chunks)) + 1
-    return np.split(np.arange(len(positions)), starts)
 
 
 def group_by_unit(fields: xr.Dataset, names: list[str]) -> dict[str, list[int]]:

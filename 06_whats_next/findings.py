@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from lightning.fabric import Fabric
 
-from checkpoints import CheckpointError
-from errors import DataError, first_line
+from errors import CheckpointError, DataError, first_line
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from checkpoints import CheckpointError, step_name
-from errors import first_line, refuse
+from checkpoints import step_name
+from errors import CheckpointError, first_line, refuse
 from evaluation import BASELINE
 from maps import load_model
-from records import RESULTS, save_rows
+from results import RESULTS, save_rows
 from run_record import RunRecord, command_of
 
 

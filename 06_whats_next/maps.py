@@ -8,15 +8,16 @@ import torch
 import xarray as xr
 from torch.utils.data import Dataset
 
-from checkpoints import CheckpointError, find_damage
-from climatology import Climatology, check_finite, load_climatology
+from checkpoints import find_damage
+from climatology import Climatology
 from data import Grid
-from errors import DataError
+from errors import CheckpointError, DataError
 from fields import Period, group_by_unit, split_times
 from model import FillGaps
 from run_record import Record, RunRecord, sha256_of_values
 from sampling import swath_masks
 from store import FieldReader
+from store_climatology import check_finite, load_climatology
 from tiles import Tiling
 
 SWATH_STREAM = 6  # of random numbers
@@ -121,9 +122,11 @@ class MapDataset(Dataset):
 
 
 def load_training_climatology(
-    training: FieldReader, fields: xr.Dataset, record: Record
+    training: FieldReader, fields: xr.Dataset, record: Record, folder: Path
 ) -> Climatology:
     """The climatology that the network was trained with; `fields` are those to be filled.
+
+    If it is computed, it is kept in `folder`.
 
     DataError if they are on another grid, or if `training` has not the run's data.
     """
@@ -143,19 +146,24 @@ def load_training_climatology(
     if sha256_of_values(training, times) != record["data"]["values"]:
         reason = "its training times hold other data than the network was trained on"
         raise DataError(f"{reason}; {remedy}")
-    return load_climatology(training, times, span, options["missing"])
+    missing = options["missing"]
+    return load_climatology(training, times, span=span, missing=missing, folder=folder)
 
 
 def make_maps(
     reader: FieldReader,
     training: FieldReader,
-    times: tuple[str, str],
+    *,
+    times: list[str],
     model: MapFiller,
     record: Record,
     overlap: int,
     seed: int | None,
+    folder: Path,
 ) -> MapDataset:
     """The maps of a store's `times`, for a network that was trained on `training`.
+
+    A climatology that is computed is kept in `folder`.
 
     If `seed` is None, what the store lacks is to be filled; else what the simulated swaths
     of this seed leave out. DataError if the store has other units or another grid.
@@ -177,7 +185,7 @@ def make_maps(
         raise DataError(f"--overlap {overlap}: give up to {size // 2}, half a patch")
     (period,) = split_times(fields.time, {"--times": times})
     try:
-        climatology = load_training_climatology(training, fields, record)
+        climatology = load_training_climatology(training, fields, record, folder)
     except DataError as error:
         if training is reader or str(error).startswith("--"):
             raise

@@ -23,11 +23,11 @@ from command_line import call_with_store, run
 from data import PatchDataset
 from errors import refuse
 from options import Options
-from records import save_rows
+from results import save_rows
 from resume import Start
 from short_run import make_short_trainer
 from store import Location
-from train import make_data, make_model
+from train import make_data, make_datamodule, make_model
 from validation import measure_rmse
 
 DECAYS = (0.9, 0.99, 0.999)
@@ -75,10 +75,11 @@ class Averages(Callback):
 
 def train_once(options: Options, location: Location) -> list[dict]:
     """A row for each validation of one run."""
-    data = make_data(options, location, Start())
-    averages = Averages(data.validation)
+    data = make_data(options, location)
+    module = make_datamodule(options, data, Start())
+    averages = Averages(module.validation)
     trainer = make_short_trainer(options, averages)
-    trainer.fit(make_model(options, data), datamodule=data)
+    trainer.fit(make_model(options, data), datamodule=module)
     return averages.rows
 
 

@@ -18,7 +18,7 @@ from interruptions import (
     expected_hours,
     mean_of_simulations,
 )
-from records import save_rows
+from results import save_rows
 from throughput import Links, Measured, predict_step, step_with_loader
 
 BOOK = Path(__file__).parent.parent

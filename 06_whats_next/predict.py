@@ -129,7 +129,16 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
         training = FieldReader(other, variables, level)
     seed = args.seed if args.gaps == "swaths" else None
     overlap = args.overlap
-    maps = make_maps(reader, training, args.times, model, record, overlap, seed)
+    maps = make_maps(
+        reader,
+        training,
+        times=args.times,
+        model=model,
+        record=record,
+        overlap=overlap,
+        seed=seed,
+        folder=Path(args.climatology_dir),
+    )
     parts = {
         "checkpoint": sha256(args.checkpoint.read_bytes()).hexdigest(),
         "values": sha256_of_values(reader, maps.period),
@@ -149,7 +158,7 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
     data = MissingMaps(maps, output, settings)
     try:
         trainer.predict(model, datamodule=data, return_predictions=False)
-        missing = torch.tensor(reader.traffic()[2], device=model.device)
+        missing = torch.tensor(len(reader.traffic.missing), device=model.device)
         missing = trainer.strategy.reduce(missing, reduce_op="sum")  # all have written
         if trainer.is_global_zero and is_netcdf:
             write_netcdf(store, args.output)

@@ -25,11 +25,11 @@ from checkpoint_checks import (
     read_checkpoint,
     write_checkpoint,
 )
-from checkpoints import print_note
 from command_line import call_with_store, run
-from data import Grid
+from data import Grid, PatchDataset
 from datamodule import count_readers
-from fields import split_by_chunk, split_times
+from errors import print_note
+from fields import split_times
 from findings import Finding, collect
 from machine_checks import check_machine, free_memory
 from memory_sum import Memory, add_up, blocks_waiting, judge_memory
@@ -40,7 +40,7 @@ from rank_checks import check_ranks
 from resume import Start
 from store import FieldReader, Location
 from store_checks import Rate, block_bytes, check_store
-from train import make_data, make_model
+from train import make_data, make_datamodule, make_model
 from training_checks import (
     OVERFIT_SAMPLES,
     Trial,
@@ -143,7 +143,7 @@ def open_and_check(
     )
     period = split_times(fields.time, {"--train-times": options.train_times})[0]
     reader = FieldReader(location, options.variables, options.level)
-    blocks = split_by_chunk(reader.open(), period.positions)
+    blocks = reader.split_by_chunk(period.positions)
     size = block_bytes(reader, blocks)
 
     free = free_memory(options.devices)
@@ -188,29 +188,40 @@ def add_up_memory(fabric: Fabric, options: Options, block: int) -> Memory:
 def make_network(options: Options) -> FillGaps:
     """The run's network, before there are data."""
     variables = len(options.variables)
-    units = {"": list(range(variables))}
-    rate = options.learning_rate
-    std = [1.0] * variables
-    return FillGaps(std, units, rate, options.max_steps, options.seed, options.padding)
+    return FillGaps(
+        std=[1.0] * variables,
+        units={"": list(range(variables))},
+        learning_rate=options.learning_rate,
+        max_steps=options.max_steps,
+        seed=options.seed,
+        padding=options.padding,
+    )
 
 
 def check_training(
     fabric: Fabric, options: Options, location: Location, rates: list[Rate]
 ) -> Iterator[Finding]:
     """The data's values, a batch that is learnt, and whether the loader keeps up."""
-    data = make_data(options, location, Start())
-    dataset = data.blocks.dataset
-    periods = {"training": dataset, "validation": data.validation, "test": data.test}
-    values = check_values(periods)
+    data = make_data(options, location)
+    module = make_datamodule(options, data, Start())
+    training = module.blocks.maker
+    makers = {
+        "training": training,
+        "validation": module.validation.maker,
+        "test": module.test.maker,
+    }
+    values = check_values(data.reader, makers)
     yield values
     if values.is_red:
         return
     trial = make_trial(make_model(options, data), fabric)
     count = min(OVERFIT_SAMPLES, samples_at_once(options, fabric))
+    dataset = PatchDataset(training, data.reader, options.batch_size, options.seed)
     samples = dataset.__getitems__([(0, k) for k in range(count)])
     yield judge_overfit(overfit(trial, default_collate(samples)), options.learning_rate)
 
-    pace = measure_pace(trial, data.train_loader(fabric.global_rank, fabric.world_size))
+    loader = module.train_loader(fabric.global_rank, fabric.world_size)
+    pace = measure_pace(trial, loader)
     read = sum(rate.bytes_read for rate in rates) / sum(rate.blocks for rate in rates)
     batch = options.batch_size / fabric.world_size / options.accumulate_grad_batches
     batch_bytes = batch * read / options.patches_per_block

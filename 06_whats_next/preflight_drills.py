@@ -20,12 +20,12 @@ import numpy as np
 import torch
 import zarr
 
+from clock import peak_memory_gb
 from demo_store import CLOUD
-from evaluation import peak_memory_gb
 from memory_sum import add_up
 from model import UNet
 from options import VARIABLES
-from records import save_rows
+from results import save_rows
 
 HERE = Path(__file__).parent
 FOLDER = Path("outputs/preflight_drills")

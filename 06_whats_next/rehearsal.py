@@ -15,7 +15,7 @@ from pathlib import Path
 
 import diary
 from demo_store import CLOUD
-from records import RESULTS, save_rows
+from results import RESULTS, save_rows
 
 HERE = Path(__file__).parent
 FOLDER = Path("outputs/rehearsal")

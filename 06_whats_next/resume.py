@@ -8,17 +8,15 @@ from torch import distributed
 
 from checkpoints import (
     STORE_ERRORS,
-    CheckpointError,
     Checkpoints,
     DamagedError,
     best_names,
     find_damage,
     open_checkpoints,
-    print_note,
     step_names,
     step_of,
 )
-from errors import DataError, first_line
+from errors import CheckpointError, DataError, first_line, print_note
 from recovery import BadLoss, Window, batch_number
 from store import Location
 

@@ -21,13 +21,12 @@ import torch
 import zarr
 from lightning.pytorch import Callback
 
-from checkpoints import CheckpointError, print_note
 from checks import check_folder
-from errors import refuse
-from evaluation import EVAL_SEED
+from data import EVAL_SEED, Data
+from errors import CheckpointError, print_note, refuse
 from fields import DIMENSIONS, Period
 from options import make_parser
-from records import describe_machine, list_versions
+from results import describe_machine, list_versions
 from resume import Start
 from store import FieldReader
 
@@ -40,9 +39,7 @@ COMPARED = ("code", "data", "versions", "machine")
 Record = dict[str, dict[str, Any]]
 
 
-def make_record(
-    options: dict, reader: FieldReader, training: Period, start: Start
-) -> Record:
+def make_record(options: dict, data: Data, start: Start) -> Record:
     """All that decides a run's weights, and how it was started, as JSON has it.
 
     `options` are the checked ones, with the defaults filled in.
@@ -53,7 +50,7 @@ def make_record(
         "start": {"at": now, "step": start.step, "skipped": skipped},
         "options": options,
         "seeds": {"training": options["seed"], "evaluation": EVAL_SEED},
-        "data": identify_data(reader, training),
+        "data": identify_data(data.reader, data.training),
         **describe_here(),
     }
 
@@ -75,8 +72,7 @@ def identify_data(reader: FieldReader, training: Period) -> dict[str, str]:
     values: of the grid, the training times, and the first and the last training map.
     """
     # A reader of its own, because the run's counts the missing chunks of the run.
-    reader = FieldReader(reader.location, reader.variables, reader.level)
-    reader.open()
+    reader = reader.counted_apart()
     root = zarr.open_group(reader.store, mode="r")
     arrays = {name: root[name].metadata.to_dict() for name in reader.variables}
     metadata = json.dumps(arrays, sort_keys=True, default=str)

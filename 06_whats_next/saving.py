@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from checkpoints import BackgroundWriter, CheckpointFolder, Staging, step_name
 from model import UNet
-from records import RESULTS, save_rows, spread
+from results import RESULTS, save_rows, spread
 
 WIDTHS = {"this network": 24, "50 million parameters": 328}
 PATCH_SIZES = {"this network": 64, "50 million parameters": 16}

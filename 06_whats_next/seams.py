@@ -13,7 +13,7 @@ import numpy as np
 from command_line import run
 from errors import DataError
 from maps import MapDataset, MapFiller, load_model
-from records import save_rows
+from results import save_rows
 from skill import call_study, make_draws, predict_map
 from store import Location
 from tiles import Tiling

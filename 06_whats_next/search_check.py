@@ -21,7 +21,7 @@ from optuna.trial import FixedTrial, TrialState
 
 from command_line import call_at, make_location
 from options import Options, parse_options
-from records import RESULTS, save_rows
+from results import RESULTS, save_rows
 from store import Location
 from tune_hyperparameters import (
     RUNGS,

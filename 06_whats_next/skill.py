@@ -18,14 +18,13 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from checkpoints import CheckpointError
 from checks import check_store
 from command_line import call_at, make_location, run
-from errors import refuse
+from errors import CheckpointError, refuse
 from evaluation import BASELINE, fills
 from maps import MapDataset, MapFiller, load_model, make_maps
 from options import add_store_options
-from records import RESULTS, save_rows
+from results import RESULTS, save_rows
 from store import FieldReader, Location
 
 # Boxes: south, north, west, east. The land in them counts, too.
@@ -210,7 +209,17 @@ def make_draws(
     times = args.times or options["test_times"]
     draws = []
     for seed in range(args.draws):
-        draws.append(make_maps(reader, reader, times, model, record, overlap, seed))
+        maps = make_maps(
+            reader,
+            reader,
+            times=times,
+            model=model,
+            record=record,
+            overlap=overlap,
+            seed=seed,
+            folder=Path(args.climatology_dir),
+        )
+        draws.append(maps)
     return model, draws
 
 

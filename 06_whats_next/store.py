@@ -2,7 +2,9 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
@@ -23,7 +25,13 @@ from zarr.abc.store import Store as ZarrStore
 from zarr.storage import ObjectStore, WrapperStore
 
 from errors import DataError, first_line
-from fields import select_variables
+from fields import (
+    DIMENSIONS,
+    find_dimensions,
+    name_dimensions,
+    select_present,
+    select_variables,
+)
 
 READS_AT_ONCE = 64  # of one process; each may ask for several chunks
 # Objects of metadata, each of which may be absent.
@@ -45,15 +53,30 @@ class Location:
     missing_chunks: str = "refuse"  # or "fill": they hold the array's fill value
 
 
+@dataclass
+class Traffic:
+    """What was asked of a store, and the chunks that were asked for and are not there."""
+
+    requests: int = 0
+    bytes_read: int = 0
+    missing: set[str] = field(default_factory=set)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Requests, bytes and missing chunks."""
+        return self.requests, self.bytes_read, len(self.missing)
+
+
+# Of the reader that reads. Zarr reads in a thread of its own, which takes over the context
+# of the thread that asks.
+CURRENT_TRAFFIC: ContextVar[Traffic] = ContextVar("CURRENT_TRAFFIC")
+
+
 class CountingStore(WrapperStore):
-    """Counts its reads, names the object that fails, and knows which must not be missing."""
+    """Counts each reader's requests, names the object that fails, and refuses missing chunks."""
 
     def __init__(self, store: ObjectStore, retry_timeout: float = 0):
         super().__init__(store)
         self.retry_timeout = retry_timeout
-        self.requests = 0
-        self.bytes_read = 0
-        self.missing: set[str] = set()  # chunks that were asked for
         # Arrays whose chunks are counted if they are missing: why that is an error, or None.
         self.rules: dict[str, str | None] = {}
 
@@ -79,11 +102,12 @@ class CountingStore(WrapperStore):
                 reason = "the bucket is in another region"
                 raise DataError(f"{reason}; give its --region") from error
             raise DataError(f"{key}: {first_line(error)}") from error
-        self.requests += 1  # all reads run in one thread, that of Zarr's event loop
+        traffic = CURRENT_TRAFFIC.get(None) or Traffic()  # else nobody counts
+        traffic.requests += 1  # all reads run in one thread, that of Zarr's event loop
         if content is not None:
-            self.bytes_read += len(content)
+            traffic.bytes_read += len(content)
         elif not key.endswith(METADATA):
-            self.count_missing(key)
+            self.count_missing(key, traffic)
         return content
 
     async def get_whole(self, key: str, *how, **more):
@@ -103,7 +127,7 @@ class CountingStore(WrapperStore):
             await asyncio.sleep(delay)
             delay = min(2 * delay, 5)
 
-    def count_missing(self, key: str) -> None:
+    def count_missing(self, key: str, traffic: Traffic) -> None:
         """Remember a chunk that is not there. DataError if that is damage."""
         array = key.split("/")[0]
         if array not in self.rules:
@@ -111,7 +135,7 @@ class CountingStore(WrapperStore):
         damage = self.rules[array]
         if damage:
             raise DataError(f"{key}: this chunk is missing; {damage}")
-        self.missing.add(key)
+        traffic.missing.add(key)
 
     if hasattr(ZarrStore, "get_ranges"):  # from zarr 3.3 on, shards are read by it
         get_ranges = ZarrStore.get_ranges  # through get(), not past it
@@ -195,8 +219,48 @@ def explain_missing(encoding: dict, missing_chunks: str) -> str | None:
     return f"{sparse}, give --missing-chunks fill, else {copy}"
 
 
+def select_level(dataset: xr.Dataset, names: list[str], level: str) -> xr.Dataset:
+    """The value `level` of the one dimension that is neither time nor on the map.
+
+    DataError if the named variables have no such dimension, or several, or no such value.
+    """
+    named = name_dimensions(dataset, names)
+    further = sorted(set(map(str, named.dims)) - set(DIMENSIONS))
+    if len(further) != 1:
+        listed = " and ".join(further) or "no further dimension of several values"
+        reason = f"--level {level}: the variables have {listed}"
+        raise DataError(f"{reason}; leave it out, or give variables that have one")
+    (dim,) = further
+    for number, value in enumerate(dataset[dim].values):
+        if is_same(value, level):
+            return dataset.isel({dim: number}, drop=True)
+    choice = ", ".join(map(str, dataset[dim].values))
+    raise DataError(f"--level {level}: {dim} has no such value; give one of {choice}")
+
+
+def is_same(value: object, text: str) -> bool:
+    """Whether a text names a value: as a number if both are numbers."""
+    if str(value) == text:  # a float32 may differ from what it is printed as
+        return True
+    with suppress(TypeError, ValueError):
+        return float(value) == float(text)
+    return False
+
+
+def count_times_per_chunk(dataset: xr.Dataset, names: list[str]) -> int:
+    """How many times a chunk holds; in a sharded store, the chunk inside the shard."""
+    named = select_present(dataset, names)
+    sizes = [1]
+    for coordinate, dimension in find_dimensions(named).items():
+        if dimension == "time":
+            for variable in named.data_vars.values():
+                chunks = variable.encoding.get("preferred_chunks", {})
+                sizes.append(chunks.get(coordinate, 1))
+    return max(sizes)
+
+
 class FieldReader:
-    """Reads regions of some variables of a store.
+    """Reads regions of some variables of a store, and counts what it asks for.
 
     Each process opens the store for itself, at its first read: a client's threads and
     connections survive neither a fork nor a pickle.
@@ -211,6 +275,8 @@ class FieldReader:
         self.opening = Lock()
         self.store: CountingStore | None = None
         self.fields: xr.Dataset | None = None
+        self.times_per_chunk = 1
+        self.traffic = Traffic()
 
     def __getstate__(self) -> dict:
         names = ("location", "variables", "level")
@@ -224,14 +290,24 @@ class FieldReader:
         with self.opening:  # many threads may come at once
             if self.fields is None:
                 self.store, dataset = open_store(self.location)
-                self.fields = select_variables(dataset, self.variables, self.level)
+                self.times_per_chunk = count_times_per_chunk(dataset, self.variables)
+                if self.level is not None:
+                    dataset = select_level(dataset, self.variables, self.level)
+                self.fields = select_variables(dataset, self.variables)
                 for name in self.variables:
                     encoding = self.fields[name].encoding
                     rule = explain_missing(encoding, self.location.missing_chunks)
                     self.store.rules[name] = rule
-                self.store.requests = 0
-                self.store.bytes_read = 0
         return self.fields
+
+    def counted_apart(self) -> "FieldReader":
+        """A reader of the same open store that counts only what is read through it."""
+        self.open()
+        other = FieldReader(self.location, self.variables, self.level)
+        other.store = self.store
+        other.fields = self.fields
+        other.times_per_chunk = self.times_per_chunk
+        return other
 
     def read(self, name: str, region: dict) -> np.ndarray:
         """A variable in a region, (latitude, longitude), or (time, latitude, longitude).
@@ -239,6 +315,7 @@ class FieldReader:
         DataError says where reading or decoding failed.
         """
         fields = self.open()
+        before = CURRENT_TRAFFIC.set(self.traffic)
         try:
             values = fields.variables[name].isel(region).load()
         except Exception as error:
@@ -247,6 +324,8 @@ class FieldReader:
             if len(dates) > 1:
                 when = f"{len(dates)} times from {when} on"
             raise DataError(f"{name} of {when}: {first_line(error)}") from error
+        finally:
+            CURRENT_TRAFFIC.reset(before)
         dims = ("time", "latitude", "longitude")
         return values.transpose(*dims, missing_dims="ignore").values
 
@@ -259,11 +338,12 @@ class FieldReader:
         values = np.stack(parts).astype("float32", copy=False)
         return values.reshape(len(regions), len(self.variables), *values.shape[1:])
 
-    def traffic(self) -> tuple[int, int, int]:
-        """Requests, bytes and missing chunks since the store was opened in this process."""
-        if self.store is None:
-            return 0, 0, 0
-        return self.store.requests, self.store.bytes_read, len(self.store.missing)
+    def split_by_chunk(self, positions: np.ndarray) -> list[np.ndarray]:
+        """Positions along time, chunk by chunk, as numbers from 0 to len(positions) - 1."""
+        self.open()
+        chunks = positions // self.times_per_chunk
+        starts = np.flatnonzero(np.diff(chunks)) + 1
+        return np.split(np.arange(len(positions)), starts)
 
 
 class RequestCounter(Callback):
@@ -284,7 +364,7 @@ class RequestCounter(Callback):
 
     def on_test_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Add up the missing chunks of training, validation and test, over all ranks."""
-        missing = self.total[2] + trainer.datamodule.reader.traffic()[2]
+        missing = self.total[2] + len(trainer.datamodule.data.reader.traffic.missing)
         missing = missing.to(module.device)
         self.missing_chunks = int(trainer.strategy.reduce(missing, reduce_op="sum"))
 

@@ -11,7 +11,7 @@ import obstore
 import zarr
 
 from errors import DataError, first_line
-from fields import Period, split_by_chunk
+from fields import Period
 from findings import Finding
 from prices import Prices
 from store import FieldReader, Location, connect
@@ -81,7 +81,7 @@ def measure_rates(reader: FieldReader, period: Period, room: int) -> list[Rate]:
     The blocks are random, and none is read twice if there are enough. `room` is the
     memory, in bytes, for what is being read.
     """
-    blocks = split_by_chunk(reader.open(), period.positions)
+    blocks = reader.split_by_chunk(period.positions)
     fitting = room // block_bytes(reader, blocks)
     order = np.random.default_rng(0).permutation(len(blocks))
     rates: list[Rate] = []
@@ -117,13 +117,13 @@ def measure_rate(
         names += reader.variables
         times = slice(first, first + len(block))
         regions += [{"time": times}] * len(reader.variables)
-    before = reader.traffic()
+    before = reader.traffic.counts()
     began = perf_counter()
     with ThreadPoolExecutor(at_once) as threads:
         for values in threads.map(reader.read, names, regions):
             del values
     seconds = perf_counter() - began
-    requests, size, _ = np.subtract(reader.traffic(), before)
+    requests, size, _ = np.subtract(reader.traffic.counts(), before)
     return Rate(at_once, len(blocks), seconds, int(requests), int(size))
 
 
@@ -166,5 +166,5 @@ def check_store(
     yield judge_first_byte(measure_first_byte(reader.location, reader.variables[0]))
     rates += measure_rates(reader, period, room)
     yield describe_rates(rates)
-    blocks = len(split_by_chunk(reader.open(), period.positions))
+    blocks = len(reader.split_by_chunk(period.positions))
     yield describe_epoch(rates, blocks, patches_per_block, prices)

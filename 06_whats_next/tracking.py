@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 
 import evaluation
-from checkpoints import print_note
+from clock import StepClock, peak_memory_gb
 from data import PatchDataset
-from evaluation import StepClock, peak_memory_gb
+from errors import print_note
 from stragglers import COLUMNS, Verdict, judge, windows_to_judge
 
 
@@ -64,6 +64,8 @@ class StepTimes(Callback):
         self.batch_size = batch_size
         self.clock = clock  # comes before this callback, and times waits and steps
         self.forwards: list[tuple] = []
+        self.seconds = 0.0  # of the batches since the last window
+        self.waits = 0.0
         self.told = Verdict()
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -87,14 +89,21 @@ class StepTimes(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
     ) -> None:
+        self.seconds += self.clock.last_seconds
+        self.waits += self.clock.last_wait
         step = trainer.global_step
         if step == self.last_step:  # between the micro-batches of a step
             return
         self.last_step = step
         if step == self.first_step + 1:  # it starts everything up
-            self.forwards.clear()
+            self.begin_window()
         elif step % trainer.log_every_n_steps == 0:
             self.end_window(trainer, module)
+
+    def begin_window(self) -> None:
+        self.forwards.clear()
+        self.seconds = 0.0
+        self.waits = 0.0
 
     def end_window(self, trainer: Trainer, module: LightningModule) -> None:
         """Gather the means of all ranks since the last time, log them and judge them."""
@@ -119,10 +128,9 @@ class StepTimes(Callback):
         batches = len(self.forwards)
         steps = batches / accumulate_grad_batches
         forward = sum(seconds_between(*pair) for pair in self.forwards)
-        self.forwards.clear()
-        wait = sum(self.clock.waits[-batches:])
-        total = sum(self.clock.seconds[-batches:])
-        return [wait / steps, forward / steps, total / steps]
+        means = [self.waits / steps, forward / steps, self.seconds / steps]
+        self.begin_window()
+        return means
 
     def gather(self, trainer: Trainer, values: list[float]) -> np.ndarray:
         """The values of all ranks, (ranks, values)."""
@@ -205,14 +213,14 @@ def make_loggers(
 
 def draw_and_report(
     metrics: dict,
-    folder: str,
+    folder: Path,
     test_times: list[str],
     test: PatchDataset,
     model: LightningModule,
 ) -> None:
     """Draw an example, and save and print the summary."""
-    picture = Path(folder) / "fill.png"
+    picture = folder / "fill.png"
     figure = evaluation.plot_example(test, model.hparams.units, model.model)
     figure.savefig(picture)
-    (Path(folder) / "summary.json").write_text(json.dumps(metrics, indent=2))
+    (folder / "summary.json").write_text(json.dumps(metrics, indent=2))
     evaluation.print_summary(metrics, test_times, picture)

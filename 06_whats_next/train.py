@@ -20,19 +20,18 @@ from time import perf_counter
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
-from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.elastic.multiprocessing.errors import record
 
-import evaluation
 from boundary import EXIT_LOST, StepBoundary, Stopped
-from checkpoints import BackgroundWriter, Checkpoints, open_checkpoints, print_note
-from climatology import load_climatology
+from checkpoints import BackgroundWriter, Checkpoints, open_checkpoints
+from clock import StepClock, peak_memory_gb
 from command_line import call_with_store, run
-from data import Grid, PatchDataset
+from data import Data, Grid
 from datamodule import WindDataModule
-from evaluation import EVAL_SAMPLES, EVAL_SEED, StepClock
-from fields import Period, group_by_unit, split_times
+from errors import print_note
+from evaluation import baselines
+from fields import group_by_unit, split_times
 from heartbeat import Heartbeat, is_lost_rank, name_lost_rank
 from model import FillGaps
 from options import Options
@@ -41,13 +40,14 @@ from recovery import BadLoss, LossHistory, SkippingOrder
 from resume import Start, delete_later, find_start, refuse_later, skip_batches
 from run_record import RunRecord, check_record, make_record, write_record
 from store import FieldReader, Location, RequestCounter
+from store_climatology import load_climatology
 from tracking import LossBar, StepTimes, draw_and_report, make_loggers
 from validation import BestCheckpoint
 from wind_blocks import WindBlocks
 
 
-def make_data(options: Options, location: Location, start: Start) -> WindDataModule:
-    """Patches to train on, to validate on and to test on; none is read yet."""
+def make_data(options: Options, location: Location) -> Data:
+    """Open the store: its grid, the times of each period, and the climatology."""
     reader = FieldReader(location, options.variables, options.level)
     fields = reader.open()
     spans = {
@@ -56,47 +56,52 @@ def make_data(options: Options, location: Location, start: Start) -> WindDataMod
         "--test-times": options.test_times,
     }
     training, validation, test = split_times(fields.time, spans)
-    span = options.train_times
-    climatology = load_climatology(reader, training, span, options.missing)
-    grid = Grid(fields.latitude.values, fields.longitude.values)
-    size = options.patch_size
-    batch_size = options.batch_size
-    per_block = options.patches_per_block
-
-    def make_dataset(period: Period, batch_size: int, seed: int) -> PatchDataset:
-        return PatchDataset(
-            reader.read_at_once, grid, period, climatology, size, batch_size, seed
-        )
-
-    blocks = WindBlocks(
-        make_dataset(training, batch_size, options.seed),
-        # Its own, because only its reads are counted as the training's.
-        FieldReader(location, options.variables, options.level),
-        per_block,
+    climatology = load_climatology(
+        reader,
+        training,
+        span=options.train_times,
+        missing=options.missing,
+        folder=Path(options.climatology_dir),
     )
-    slots = options.shuffle_slots
+    return Data(
+        reader=reader,
+        grid=Grid(fields.latitude.values, fields.longitude.values),
+        training=training,
+        validation=validation,
+        test=test,
+        climatology=climatology,
+        units=group_by_unit(fields, options.variables),
+    )
+
+
+def make_datamodule(options: Options, data: Data, start: Start) -> WindDataModule:
+    """The loaders; no patch is read yet."""
+    per_block = options.patches_per_block
+    maker = data.maker(data.training, options.patch_size)
+    blocks = WindBlocks(maker, data.reader.counted_apart(), per_block)
     order = SkippingOrder(
-        len(blocks), batch_size, slots, per_block, options.seed, start.skipped
+        blocks=len(blocks),
+        batch_size=options.batch_size,
+        slots=options.shuffle_slots,
+        patches_per_block=per_block,
+        seed=options.seed,
+        skipped=start.skipped,
     )
     return WindDataModule(
-        asdict(options),
-        order,
-        blocks,
-        make_dataset(validation, EVAL_SAMPLES, EVAL_SEED),
-        make_dataset(test, EVAL_SAMPLES, EVAL_SEED),
-        reader,
-        start.step,
-        options.num_workers,
-        options.start_method,
+        data, options=asdict(options), order=order, blocks=blocks, first_step=start.step
     )
 
 
-def make_model(options: Options, data: WindDataModule) -> FillGaps:
+def make_model(options: Options, data: Data) -> FillGaps:
     """The network for these data, with its loss and its learning rate."""
-    units = group_by_unit(data.reader.open(), options.variables)
-    std = data.test.std.flatten().tolist()
-    rate = options.learning_rate
-    model = FillGaps(std, units, rate, options.max_steps, options.seed, options.padding)
+    model = FillGaps(
+        std=data.climatology.std.tolist(),
+        units=data.units,
+        learning_rate=options.learning_rate,
+        max_steps=options.max_steps,
+        seed=options.seed,
+        padding=options.padding,
+    )
     if options.compile:
         model.model.compile()  # not the LightningModule: self.log would break the graph
     return model
@@ -126,7 +131,6 @@ def make_trainer(
         log_every_n_steps=options.log_every,
         use_distributed_sampler=False,
         enable_model_summary=False,
-        profiler=SimpleProfiler(),
         logger=make_loggers(
             options.loggers,
             options.output_dir,
@@ -144,9 +148,9 @@ def make_trainer(
 
 def run_from(
     start: Start,
-    checkpoints: Checkpoints,
+    data: Data,
     options: Options,
-    location: Location,
+    checkpoints: Checkpoints,
     preemption: Preemption,
 ) -> dict:
     """Train from here to the end; return the headline metrics on rank 0.
@@ -154,54 +158,59 @@ def run_from(
     BadLoss at a loss that must not reach a checkpoint.
     """
     began = perf_counter()
-    data = make_data(options, location, start)
-    training = data.blocks.dataset.period
-    record = make_record(asdict(options), data.reader, training, start)
+    folder = Path(options.output_dir)
+    record = make_record(asdict(options), data, start)
     if start.record:
         check_record(start.record, record)
+    datamodule = make_datamodule(options, data, start)
     model = make_model(options, data)
     writer = BackgroundWriter(checkpoints, options.keep, start.checkpoint)
     boundary = StepBoundary(
         writer,
         preemption,
         LossHistory(options.spike_factor),
-        start.skipped,
-        options.checkpoint_every,
-        options.checkpoint_minutes,
-        options.validate_every,
-        options.grace,
-        options.process_group_timeout,
+        skipped=start.skipped,
+        every_steps=options.checkpoint_every,
+        every_minutes=options.checkpoint_minutes,
+        validate_every=options.validate_every,
+        grace=options.grace,
+        group_timeout=options.process_group_timeout,
     )
+    number = options.full_validation_patches
+    many = data.eval_patches(data.validation, options.patch_size, number)
     clock = StepClock()
     counter = RequestCounter()
-    heartbeat = Heartbeat(Path(options.output_dir), options.process_group_timeout)
-    times = StepTimes(Path(options.output_dir), options.batch_size, clock)
-    best = BestCheckpoint(writer, data.validation, options.full_validation_patches)
-    keeper = RunRecord(record)
     # The best one first: it validates, which the clock must not take for steps.
-    callbacks = [best, clock, times, counter, heartbeat, boundary, keeper]
+    callbacks = [
+        BestCheckpoint(writer, many),
+        clock,
+        StepTimes(folder, options.batch_size, clock),
+        counter,
+        Heartbeat(folder, options.process_group_timeout),
+        boundary,
+        RunRecord(record),
+    ]
     trainer = make_trainer(options, callbacks, start, writer)
     if trainer.is_global_zero:
         delete_later(checkpoints, start.step)
-        write_record(record, Path(options.output_dir, start.log))
+        write_record(record, folder / start.log)
 
-    trainer.fit(model, datamodule=data, ckpt_path=start.name)
+    trainer.fit(model, datamodule=datamodule, ckpt_path=start.name)
     writer.finish()
-    tested = trainer.test(model, datamodule=data, verbose=False)[0]
+    tested = trainer.test(model, datamodule=datamodule, verbose=False)[0]
     if not trainer.is_global_zero:
         return {}
     metrics = {"steps": options.max_steps, "missing_chunks": counter.missing_chunks}
     metrics |= clock.throughput(options.batch_size)
-    metrics["peak_memory_gb"] = evaluation.peak_memory_gb()
+    metrics["peak_memory_gb"] = peak_memory_gb()
     if options.count_requests:
         metrics |= counter.per_sample()
     metrics["skipped_batches"] = [list(window) for window in start.skipped]
-    units = model.hparams.units
-    rmse = evaluation.baselines(data.test, units)
-    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
+    rmse = baselines(datamodule.test, data.units)
+    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in data.units}
     metrics["rmse"] = rmse
     metrics["seconds"] = perf_counter() - began
-    draw_and_report(metrics, options.output_dir, options.test_times, data.test, model)
+    draw_and_report(metrics, folder, options.test_times, datamodule.test, model)
     if writer.failure:
         print_note(f"the last checkpoint is not there: {writer.failure}")
         raise Stopped(EXIT_LOST)
@@ -219,10 +228,11 @@ def train(options: Options, location: Location) -> dict:
     start = find_start(checkpoints, options.resume, asdict(options))
     if options.resume not in ("last", "auto") and not options.overwrite:
         refuse_later(checkpoints, start.step)
+    data = make_data(options, location)
     try:
         while True:
             try:
-                return run_from(start, checkpoints, options, location, preemption)
+                return run_from(start, data, options, checkpoints, preemption)
             except BadLoss as bad:
                 start = skip_batches(bad, start, checkpoints, asdict(options))
     except RuntimeError as error:

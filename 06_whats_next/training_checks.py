@@ -11,7 +11,7 @@ import torch
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
-from data import PatchDataset
+from data import PatchMaker, Reader
 from findings import Finding
 from model import Batch, FillGaps, learning_rate_factor, masked_sums
 
@@ -25,48 +25,50 @@ BUDGET = 30.0  # seconds
 WORTHWHILE = 1.1  # times faster without any wait: below it, leave the loader alone
 
 
-def check_values(datasets: dict[str, PatchDataset]) -> Finding:
+def check_values(reader: Reader, makers: dict[str, PatchMaker]) -> Finding:
     """Look at whole maps of each period for values that would end a run."""
     searched = []
-    for name, dataset in datasets.items():
-        times = choose_times(dataset)
-        searched.append(f"{len(times)} of {len(dataset.period.dates):,} {name}")
+    for name, maker in makers.items():
+        number = len(maker.period.dates)
+        times = choose_times(number)
+        searched.append(f"{len(times)} of {number:,} {name}")
         for some in np.array_split(times, math.ceil(len(times) / MAPS_AT_ONCE)):
-            finding = search_maps(dataset, some)
+            finding = search_maps(reader, maker, some)
             if finding:
                 return finding
     return Finding("values", f"no bad one in {', '.join(searched)} maps")
 
 
-def choose_times(dataset: PatchDataset) -> np.ndarray:
-    """Some random times of a period, or all if there are few."""
+def choose_times(number: int) -> np.ndarray:
+    """Some random times of so many, or all if there are few."""
     rng = np.random.default_rng(0)
-    return np.sort(rng.permutation(len(dataset.period.dates))[:MAPS])
+    return np.sort(rng.permutation(number)[:MAPS])
 
 
-def search_maps(dataset: PatchDataset, times: np.ndarray) -> Finding | None:
+def search_maps(reader: Reader, maker: PatchMaker, times: np.ndarray) -> Finding | None:
     """A finding that names the first bad value, or None."""
-    period = dataset.period
-    maps = dataset.read([{"time": period.positions[time]} for time in times])
-    bad = find_bad(maps, dataset)
+    period = maker.period
+    regions = [{"time": period.positions[time]} for time in times]
+    maps = reader.read_at_once(regions)
+    bad = find_bad(maps, maker)
     if not bad.any():
         return None
     n, number = np.argwhere(bad.any(axis=(2, 3)))[0]
     date = str(period.dates[times[n]])[:16]
-    text = f"{dataset.variables[number]} on {date}: NaN or infinity"
+    text = f"{maker.variables[number]} on {date}: NaN or infinity"
     text += f" in {bad[n, number].sum():,} cells"
     remedy = "replace infinities; --missing mask leaves cells with NaN out"
     return Finding("values", text, remedy)
 
 
-def find_bad(maps: np.ndarray, dataset: PatchDataset) -> np.ndarray:
+def find_bad(maps: np.ndarray, maker: PatchMaker) -> np.ndarray:
     """Where a value must not be what it is, in maps (times, variables, H, W).
 
     A cell may be NaN at all times, and under --missing mask at any time.
     """
     bad = np.isinf(maps)
-    if dataset.missing == "refuse":
-        bad |= np.isnan(maps) & dataset.valid
+    if maker.missing == "refuse":
+        bad |= np.isnan(maps) & maker.valid
     return bad
 
 

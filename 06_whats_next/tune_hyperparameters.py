@@ -38,7 +38,7 @@ from options import Options, parse_options
 from resume import RESUME_KEYS, Start
 from short_run import make_short_trainer
 from store import Location
-from train import make_data, make_model
+from train import make_data, make_datamodule, make_model
 
 OUTPUTS = Path("outputs/tune")
 RUNGS = 8  # how often a trial is judged, at equal numbers of samples
@@ -119,11 +119,12 @@ def train_trial(options: Options, location: Location, trial: Trial) -> float:
         shuffle_slots=4 * batch_size,
     )
     trial.set_user_attr("max_steps", options.max_steps)
-    data = make_data(options, location, Start())
+    data = make_data(options, location)
+    module = make_datamodule(options, data, Start())
     model = make_model(options, data)
     judge = Judge(trial, batch_size)
     trainer = make_short_trainer(options, judge, show_progress=False)
-    trainer.fit(model, datamodule=data)
+    trainer.fit(model, datamodule=module)
     return judge.rmse
 
 

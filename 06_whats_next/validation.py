@@ -1,7 +1,6 @@
 """Validation at scale: few patches often, and many before a checkpoint is called the best."""
 
 import math
-from copy import copy
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from errors import DataError
 
 
 class BestCheckpoint(Callback):
-    """Keeps the checkpoint with the lowest RMSE on `patches` of the validation's patches.
+    """Keeps the checkpoint with the lowest RMSE on `patches`, many of the validation's.
 
     Lightning validates on the first of them. Only where this is as good as ever before, all
     of them are looked at. In several units, the product of the RMSEs decides.
@@ -21,12 +20,9 @@ class BestCheckpoint(Callback):
 
     state_key = "BestCheckpoint"
 
-    def __init__(
-        self, writer: BackgroundWriter, validation: PatchDataset, patches: int
-    ):
+    def __init__(self, writer: BackgroundWriter, patches: PatchDataset):
         self.writer = writer
-        self.full = copy(validation)
-        self.full.batch_size = patches
+        self.patches = patches
         self.best_of_few = math.inf
 
     def state_dict(self) -> dict[str, Any]:
@@ -46,7 +42,7 @@ class BestCheckpoint(Callback):
         if few > self.best_of_few:
             return
         self.best_of_few = few
-        rmse = measure_rmse(trainer, module, self.full)
+        rmse = measure_rmse(trainer, module, self.patches)
         logged = {f"full rmse ({unit})": value for unit, value in rmse.items()}
         for logger in trainer.loggers:
             logger.log_metrics(logged, step=trainer.global_step - 1)

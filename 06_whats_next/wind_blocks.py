@@ -4,8 +4,7 @@ import sys
 
 import numpy as np
 
-from data import PatchDataset, Sample
-from fields import split_by_chunk
+from data import PatchMaker, Sample
 from sampling import draw_patches
 from store import FieldReader
 
@@ -18,13 +17,11 @@ class WindBlocks:
     nothing else: all that it reads is counted as the training's.
     """
 
-    def __init__(
-        self, dataset: PatchDataset, reader: FieldReader, patches_per_block: int
-    ):
-        self.dataset = dataset
+    def __init__(self, maker: PatchMaker, reader: FieldReader, patches_per_block: int):
+        self.maker = maker
         self.reader = reader
         self.patches_per_block = patches_per_block
-        self.blocks = split_by_chunk(reader.open(), dataset.period.positions)
+        self.blocks = reader.split_by_chunk(maker.period.positions)
         self.counted = np.zeros(3, "int64")
         longest = max(map(len, self.blocks))
         if longest > patches_per_block:
@@ -39,26 +36,26 @@ class WindBlocks:
         times = self.blocks[block]
         shuffled = rng.permutation(times)
         drawn = np.resize(shuffled, self.patches_per_block)  # in turn, again and again
-        patches = draw_patches(rng, drawn, self.dataset.space)
+        patches = draw_patches(rng, drawn, self.maker.space)
         names = self.reader.variables
-        size = self.dataset.space.size
+        size = self.maker.space.size
         values = np.empty((len(patches), len(names), size, size), "float32")
-        first = self.dataset.period.positions[times[0]]
+        first = self.maker.period.positions[times[0]]
         region = {"time": slice(first, first + len(times))}
         for number, name in enumerate(names):
             maps = self.reader.read(name, region)
             for n, patch in enumerate(patches):
                 field = maps[patch.time - times[0]]
-                values[n, number] = self.dataset.cut(field, patch)
+                values[n, number] = self.maker.cut(field, patch)
         return [Sample(*each) for each in zip(patches, values)]
 
     def make_batch(self, samples: list[Sample]) -> dict[str, np.ndarray]:
-        """See PatchDataset.make_batch; and what was read since the last batch:
+        """See PatchMaker.make_batch; and what was read since the last batch:
 
         traffic (4,): requests, bytes, missing chunks, and the samples of this batch.
         """
-        batch = self.dataset.make_batch(samples)
-        now = np.array(self.reader.traffic())
+        batch = self.maker.make_batch(samples)
+        now = np.array(self.reader.traffic.counts())
         batch["traffic"] = np.array([*(now - self.counted), len(samples)])
         self.counted = now
         return batch

@@ -1,0 +1,33 @@
+"""The processes that prepare batches: what they import, how they start and end."""
+
+import gc
+import multiprocessing
+import os
+from threading import Thread
+
+# Imported once, by the server that all workers are forked from. No module of a
+# chapter may be among them: in a process that has seen two it would be another's.
+PRELOADED = [
+    "lightning.pytorch",
+    "matplotlib.figure",
+    "obstore",
+    "scipy.interpolate",
+    "torchmetrics",
+    "xarray",
+    "zarr",
+]
+
+
+def start_worker(worker: int) -> None:
+    """Prepare a worker's process."""
+    gc.freeze()  # else the collector stops all reads for 0.4 s, to look at what is imported
+    Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """End this process when its rank is killed.
+
+    torch watches the forkserver instead, which lives as long as its workers.
+    """
+    multiprocessing.parent_process().join()
+    os._exit(1)
