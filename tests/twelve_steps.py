@@ -16,13 +16,13 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
 import programs
 import runs
+import torch
 
 ALONE = ["01_setup/train.py", "01_setup/train_by_hand.py"]
-LOCAL = [*ALONE, "02_multi_gpu/train.py", "02_multi_gpu/train_ddp_by_hand.py"]
+NEEDS_LAUNCHER = "02_multi_gpu/train_ddp_by_hand.py"
+LOCAL = [*ALONE, "02_multi_gpu/train.py", NEEDS_LAUNCHER]
 ON_STORE = [
     "03_cloud_data/train.py",
     "04_data_pipeline/train.py",
@@ -46,20 +46,25 @@ def checksum(state: object) -> str:
     return sha256(content).hexdigest()[:16]
 
 
-def train(script: str, ways: str, flags: list[str], folder: Path) -> dict:
+def run(script: str, ranks: int, *flags: str, **faults: float) -> None:
+    """Run a script to its end; RuntimeError if it fails, unless it is killed."""
+    if ranks > 1 or script == NEEDS_LAUNCHER:
+        ended = programs.run_ranks(script, ranks, *flags, **faults)
+    else:
+        ended = [programs.run(script, *flags, **faults)]
+    if not faults and any(one.code for one in ended):
+        raise RuntimeError(programs.printed(ended))
+
+
+def train(script: str, way: str, flags: list[str], folder: Path) -> dict:
     """Train in one of the ways; return what the run ended at."""
     flags = [*STEPS, *flags, "--output-dir", str(folder)]
-    if ways == "two ranks":
-        ended = programs.run_ranks(script, 2, *flags)
-        if [one.code for one in ended] != [0, 0]:
-            raise RuntimeError(programs.printed(ended))
-    else:
-        if ways == "a worker":
-            flags += ["--num-workers", "1"]
-        if ways == "killed and resumed":
-            programs.run(script, *flags, kill_at_step=7)
-            flags += ["--resume"]
-        programs.require_success(script, *flags)
+    if way == "a worker":
+        flags += ["--num-workers", "1"]
+    if way == "killed and resumed":
+        run(script, 1, *flags, kill_at_step=7)
+        flags += ["--resume"]
+    run(script, 2 if way == "two ranks" else 1, *flags)
     state = runs.state(folder)
     return {
         "weights": checksum(runs.weights(folder)),
@@ -75,8 +80,7 @@ def record(scripts: list[str]) -> dict[str, dict]:
         folder = Path(temporary)
         store = folder / "store"
         if set(scripts) & set(ON_STORE):
-            make = ["--store", str(store), *STORE]
-            programs.require_success("03_cloud_data/make_store.py", *make)
+            run("03_cloud_data/make_store.py", 1, "--store", str(store), *STORE)
         for script in scripts:
             ways = ["defaults", "a worker", "two ranks", "killed and resumed"]
             if script in ALONE:
