@@ -27,7 +27,7 @@ import xarray as xr
 import zarr
 
 CHAPTER = book.ROOT / "05_model_profiling"
-ROOMS = "block_loader data datamodule fields options store train wind_blocks"
+ROOMS = "block_loader data datamodule fields options store train wind_blocks workers"
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
 # 5 degrees: 37 x 72 cells. In chunks of 32 x 32, a map of both variables is 12 objects. 26 times are for training.
 LAYOUTS = {"v3": "", "shards": "--shard-times 4", "times": "--chunk 4 32 32"}
@@ -57,7 +57,7 @@ def open_rooms() -> Iterator[None]:
         for name in ROOMS.split():
             setattr(rooms, name, importlib.import_module(name))
         # The workers' server imports its packages while the stores are made.
-        multiprocessing.set_forkserver_preload(rooms.datamodule.PRELOADED)
+        multiprocessing.set_forkserver_preload(rooms.workers.PRELOADED)
         forkserver.ensure_running()
         yield
 
@@ -284,9 +284,13 @@ def make_module(numbers: Numbers, steps: int, accumulate: int = 1, workers: int 
         "batch_size": numbers.order.batch_size,
         "max_steps": steps,
         "accumulate_grad_batches": accumulate,
+        "num_workers": workers,
+        "patch_size": SIZE,
+        "eval_samples": 4,
     }
+    nothing = SimpleNamespace(validation=None, test=None, eval_patches=lambda *_: None)
     return rooms.datamodule.WindDataModule(
-        options, numbers.order, numbers, None, None, None, num_workers=workers
+        nothing, options=options, order=numbers.order, blocks=numbers, first_step=0
     )
 
 
@@ -610,17 +614,18 @@ def make_data(store: str | Path, *flags: object, endpoint: str | None = None, st
     words = [*FLAGS, *MIXING, *map(str, flags)]
     options = rooms.options.parse_options("", words)
     location = rooms.store.Location(str(store), endpoint, anonymous=endpoint is not None)
-    return rooms.train.make_data(options, location, start)
+    data = rooms.train.make_data(options, location)
+    return rooms.train.make_datamodule(options, data, start)
 
 
 def make_blocks(data, skipped: int = 0):
     """The blocks of the training data, without their first times."""
-    dataset = data.blocks.dataset
-    period = dataset.period
-    dataset.period = rooms.fields.Period(
+    maker = data.blocks.maker
+    period = maker.period
+    maker.period = rooms.fields.Period(
         period.positions[skipped:], period.dates[skipped:], period.months[skipped:]
     )
-    return rooms.wind_blocks.WindBlocks(dataset, data.blocks.reader, data.blocks.patches_per_block)
+    return rooms.wind_blocks.WindBlocks(maker, data.blocks.reader, data.blocks.patches_per_block)
 
 
 def assert_same(batches: list[dict], others: list[dict]) -> None:
@@ -635,7 +640,7 @@ def assert_same(batches: list[dict], others: list[dict]) -> None:
 def test_a_block_is_all_training_times_of_a_chunk(layout: str, times: int, folder: Path) -> None:
     """In a sharded store, it is the chunk inside the shard. The first and the last chunk have fewer training times."""
     blocks = make_blocks(make_data(folder / "winds" / layout), skipped=3)
-    positions = blocks.dataset.period.positions
+    positions = blocks.maker.period.positions
     found = [positions[block].tolist() for block in blocks.blocks]
     chunks = groupby(range(3, TRAINING_TIMES), lambda position: position // times)
     assert found == [list(chunk) for _, chunk in chunks]
@@ -675,10 +680,10 @@ def coded(folder: Path) -> Callable:
 
     def call(layout: str):
         data = make_data(folder / "coded" / layout)
-        dataset = data.blocks.dataset
-        dataset.mean = 0 * dataset.mean
-        dataset.std = np.ones_like(dataset.std)
-        dataset.valid[0][GAP] = False
+        maker = data.blocks.maker
+        maker.mean = 0 * maker.mean
+        maker.std = np.ones_like(maker.std)
+        maker.valid[0][GAP] = False
         return data
 
     return call
@@ -702,7 +707,7 @@ def check_values(batch: dict, k: int, position: int, row: int, column: int, swat
 def test_a_sample_is_the_patch_of_its_block(layout: str, coded) -> None:
     """It is of one of the block's times, may cross the seam, and leaves out the cells that are masked."""
     blocks = make_blocks(coded(layout), skipped=3)
-    positions = blocks.dataset.period.positions
+    positions = blocks.maker.period.positions
     drawn, corners, crossing, masked = set(), set(), 0, 0
     for block, times in enumerate(blocks.blocks):
         samples = blocks.read_block(block, np.random.default_rng(block))

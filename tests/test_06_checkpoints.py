@@ -245,7 +245,8 @@ def test_a_worse_score_never_takes_the_place_of_the_best_also_in_a_later_run(che
 
 
 def test_a_checkpoint_of_other_bytes_or_another_run_is_refused(tmp_path: Path, local, undisturbed) -> None:
-    from checkpoints import CheckpointError, CheckpointFolder
+    from checkpoints import CheckpointFolder
+    from errors import CheckpointError
     from options import parse_options
     from resume import find_start
 

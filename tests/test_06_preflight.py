@@ -141,9 +141,8 @@ def test_maps_of_the_test_are_searched_too(with_nan: Path) -> None:
 
     reader = FieldReader(Location(str(with_nan)), [V])
     period = split_times(reader.open().time, {"--test-times": ["1991", "1992"]})[0]
-    dataset = SimpleNamespace(missing="refuse", valid=np.array(True), period=period, variables=[V])
-    dataset.read = reader.read_at_once
-    finding = training_checks.check_values({"test": dataset})
+    maker = SimpleNamespace(missing="refuse", valid=np.array(True), period=period, variables=[V])
+    finding = training_checks.check_values(reader, {"test": maker})
     assert finding.text.startswith(f"{V} on {str(period.dates[-1])[:10]}")
 
 
@@ -325,8 +324,7 @@ def test_a_checkpoint_that_another_node_cannot_read_is_red(local: list[str], tmp
 
 def test_a_run_that_would_not_start_is_red(tmp_path: Path) -> None:
     """train.py refuses to begin before a checkpoint that is there."""
-    from checkpoints import CheckpointError
-    from errors import DataError
+    from errors import CheckpointError, DataError
     from options import parse_options
     from store import Location
 
@@ -425,7 +423,7 @@ def test_the_loader_holds_no_more_blocks_than_are_counted(ranks: int, per_block:
     import weakref
 
     from block_loader import BlockLoader, BlockOrder
-    from datamodule import StepSampler
+    from steps import StepSampler
 
     class Block:
         """The samples of a block. Unlike a list, it can be referred to weakly."""
@@ -447,7 +445,7 @@ def test_the_loader_holds_no_more_blocks_than_are_counted(ranks: int, per_block:
 
     batch, slots = 64, 256
     order = BlockOrder(10_000, batch, slots, per_block, seed=0)
-    loader = BlockLoader(order, StepSampler(batch, 120, 0, 0, ranks), read_block, make_batch)
+    loader = BlockLoader(order, StepSampler(batch, 120, world_size=ranks), read_block, make_batch)
     assert sum(loader) == 120 * batch // ranks
     counted = memory_sum.blocks_waiting(slots // ranks, batch // ranks, per_block, loader.depth, 0, 1)
     assert counted / 2 <= most[0] <= counted

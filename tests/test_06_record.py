@@ -164,7 +164,7 @@ def test_a_change_of_the_code_changes_its_checksum(tmp_path: Path, monkeypatch: 
 def test_other_data_are_refused_and_another_machine_is_noted(
     record: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from checkpoints import CheckpointError
+    from errors import CheckpointError
     from run_record import check_record
 
     check_record(record, record)

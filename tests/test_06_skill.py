@@ -133,10 +133,10 @@ def test_a_finished_run_is_kept_and_an_unfinished_one_refused(
 ) -> None:
     """From a made-up folder of a run, whose checkpoint is the one that comes with the book."""
     import keep_run
-    import records
+    import results
     from maps import load_model
 
-    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(keep_run, "RESULTS", tmp_path / "results")
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
