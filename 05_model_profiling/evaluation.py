@@ -17,7 +17,6 @@ from torch import nn
 from data import PatchDataset
 from errors import DataError
 
-EVAL_SAMPLES = 96
 EVAL_SEED = 1991  # not --seed: every run is judged on the same patches
 NOTHING_TO_JUDGE = "--test-times: no value is present in any patch; give others"
 BASELINE = "interpolated anomalies"  # the one to beat

@@ -28,7 +28,7 @@ from climatology import load_climatology
 from command_line import call_with_store, run
 from data import Grid, PatchDataset
 from datamodule import WindDataModule
-from evaluation import EVAL_SAMPLES, EVAL_SEED, StepClock
+from evaluation import EVAL_SEED, StepClock
 from fields import Period, group_by_unit, split_times
 from model import FillGaps
 from options import Options
@@ -71,8 +71,8 @@ def make_data(options: Options, location: Location, first_step: int) -> WindData
         asdict(options),
         order,
         blocks,
-        make_dataset(validation, EVAL_SAMPLES, EVAL_SEED),
-        make_dataset(test, EVAL_SAMPLES, EVAL_SEED),
+        make_dataset(validation, options.eval_samples, EVAL_SEED),
+        make_dataset(test, options.eval_samples, EVAL_SEED),
         reader,
         first_step,
         options.num_workers,

@@ -31,7 +31,7 @@ from climatology import load_climatology
 from command_line import call_with_store, run
 from data import Grid, PatchDataset
 from datamodule import WindDataModule
-from evaluation import EVAL_SAMPLES, EVAL_SEED, StepClock
+from evaluation import EVAL_SEED, StepClock
 from fields import Period, group_by_unit, split_times
 from heartbeat import Heartbeat, is_lost_rank, name_lost_rank
 from model import FillGaps
@@ -82,8 +82,8 @@ def make_data(options: Options, location: Location, start: Start) -> WindDataMod
         asdict(options),
         order,
         blocks,
-        make_dataset(validation, EVAL_SAMPLES, EVAL_SEED),
-        make_dataset(test, EVAL_SAMPLES, EVAL_SEED),
+        make_dataset(validation, options.eval_samples, EVAL_SEED),
+        make_dataset(test, options.eval_samples, EVAL_SEED),
         reader,
         start.step,
         options.num_workers,

@@ -16,10 +16,9 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
 import programs
 import runs
+import torch
 
 ALONE = ["01_setup/train.py", "01_setup/train_by_hand.py"]
 LOCAL = [*ALONE, "02_multi_gpu/train.py", "02_multi_gpu/train_ddp_by_hand.py"]
