@@ -6,28 +6,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from arguments import flag_of
 from errors import CheckpointError
+from options import RESUME_KEYS
 
-# What a run and the one that resumes it have in common. A checkpoint keeps what the model
-# was made with and what the data were made with apart.
-MODEL_KEYS = ("learning_rate", "max_steps", "seed", "padding")
-DATA_KEYS = (
-    "variables",
-    "level",
-    "missing",
-    "missing_chunks",
-    "train_times",
-    "validation_times",
-    "test_times",
-    "patch_size",
-    "batch_size",
-    "accumulate_grad_batches",
-    "patches_per_block",
-    "shuffle_slots",
-    "precision",
-)
-RESUME_KEYS = {"hyper_parameters": MODEL_KEYS, "datamodule_hyper_parameters": DATA_KEYS}
-PARTS = {"global_step", "optimizer_states", *RESUME_KEYS}
+# Under this name Lightning keeps what the data module has saved: all options of the run.
+OPTIONS = "datamodule_hyper_parameters"
+PARTS = {"global_step", "optimizer_states", "hyper_parameters", OPTIONS}
 
 
 class StepCheckpoint(ModelCheckpoint):
@@ -74,11 +59,16 @@ def read_first_step(path: str | None, options: dict) -> int:
     if missing:
         listed = ", ".join(sorted(missing))
         raise CheckpointError(f"has no {listed}; give one that this chapter wrote")
-    for part, names in RESUME_KEYS.items():
-        for name in names:
-            before = saved[part].get(name)
-            if options[name] != before:
-                flag = f"--{name.replace('_', '-')}"
-                reason = f"has {flag} {before}, not {options[name]}"
-                raise CheckpointError(f"{reason}; give {flag} that, or no --resume")
+    require_same(saved[OPTIONS], options)
     return saved["global_step"]
+
+
+def require_same(before: dict, now: dict) -> None:
+    """CheckpointError unless a run of the options `now` may go on with one of `before`."""
+    for name in RESUME_KEYS:
+        flag = flag_of(name)
+        if name not in before:
+            raise CheckpointError(f"does not say its {flag}; give no --resume")
+        if before[name] != now[name]:
+            reason = f"has {flag} {before[name]}, not {now[name]}"
+            raise CheckpointError(f"{reason}; give {flag} that, or no --resume")

@@ -25,9 +25,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 from torch.utils.data import DataLoader, IterableDataset
 
+from checks import check_folder
+from devices import has_bf16
 from errors import refuse
 from model import Batch, FillGaps, GroupNorm, masked_sums
-from options import check_folder, has_bf16
 from profiler import HERE, STEPS, Profile, profile_training
 from results import RESULTS, save_rows
 from step import make_batch
@@ -268,7 +269,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         refuse("--save-results: give --traceml and no name; the table has both")
     if args.traceml and not shutil.which("traceml"):
         refuse("--traceml: not installed; uv run --with traceml-ai python slowdowns.py")
-    check_folder(str(args.output_dir))
+    check_folder("--output-dir", str(args.output_dir))
     if args.train:
         fit(args.train, 40, None)
         return []

@@ -1,112 +1,68 @@
-"""Refuse options that cannot work, with a remedy, and fill in devices, precision and slots."""
+"""Refuse options that cannot work, with a remedy, and fill in the slots."""
 
 import argparse
-import math
 import os
 import re
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from urllib.parse import urlsplit
 
-import torch
-
+from arguments import flag_of
 from errors import refuse
 
-# Lightning's loggers, and the package that each needs.
-LOGGERS = {
-    "CSVLogger": "lightning",
-    "TensorBoardLogger": "tensorboard",
-    "WandbLogger": "wandb",
-    "MLFlowLogger": "mlflow",
-    "CometLogger": "comet_ml",
-    "LitLogger": "litlogger",
-}
+# What KEY:SECRET@ leaves of the host, if there is a slash in the secret.
+ODD_PORT = re.compile(r":\d*[^\d\]][^\]]*$")
 
 
-def check_numbers(values: dict) -> None:
-    """Refuse a number below its least value, and seeds that torch does not take."""
-    for name, value in values.items():
-        if type(value) is float and not math.isfinite(value):
-            flag = f"--{name.replace('_', '-')}"
-            refuse(f"{flag} {value}: not finite; give a number")
-    minimums = {"patch_size": 16, "num_workers": 0, "seed": 0, "learning_rate": 0}
-    minimums |= {"max_hours": 0, "checkpoint_minutes": 0}
-    for name, value in values.items():
-        minimum = minimums.get(name, 1)
-        if type(value) in (int, float) and value < minimum:
-            flag = f"--{name.replace('_', '-')}"
-            refuse(f"{flag} {value}: too small; give at least {minimum}")
-    if values["seed"] >= 2**64:
-        refuse(f"--seed {values['seed']}: too large; give less than 2**64")
-
-
-def check_store(
-    store: str | None, folder: str | None, endpoint: str | None, region: str | None
-) -> None:
-    """Refuse a store that is not there, and URLs that hold credentials."""
-    if region and not (store or "").startswith(("s3://", "s3a://")):
-        refuse(f"--region {region}: only for --store s3://...; leave it out")
+def check_store(flag: str, store: str | None) -> None:
+    """Refuse a folder that is not there."""
     if store and "://" not in store and not Path(store).is_dir():
-        refuse(f"--store {store}: no such folder; give a Zarr store, or a URL")
-    for text in (store, folder, endpoint):
-        url = urlsplit(text or "")
-        if "@" in url.netloc or (url.scheme and url.query):
+        refuse(f"{flag} {store}: no such folder; give a Zarr store, or a URL")
+
+
+def check_server(args: argparse.Namespace, *others: str) -> None:
+    """Refuse what is only for S3, if no URL is one of S3.
+
+    `others` are options besides the store that the endpoint serves, such as a folder of
+    checkpoints.
+    """
+    if args.region and not is_on_s3(args.store):
+        refuse(f"--region {args.region}: only for --store s3://...; leave it out")
+    if args.endpoint and not re.match("https?://", args.endpoint):
+        refuse(f"--endpoint {args.endpoint}: give http://... or https://...")
+    names = ("store", *others)
+    if args.endpoint and not any(is_on_s3(getattr(args, name)) for name in names):
+        flags = " or ".join(flag_of(name) for name in names)
+        remedy = f"only for {flags} on s3://; leave it out"
+        refuse(f"--endpoint {args.endpoint}: {remedy}")
+
+
+def is_on_s3(place: str | None) -> bool:
+    """Whether this is a URL of S3, or of a server that speaks its protocol."""
+    return (place or "").startswith(("s3://", "s3a://"))
+
+
+def check_secrets(args: argparse.Namespace, *names: str) -> None:
+    """Refuse credentials in the URLs of these options: the run's records would keep them.
+
+    The message does not show them.
+    """
+    for name in names:
+        if may_hold_secret(getattr(args, name) or ""):
             reason = "credentials in a URL would be saved with the run"
             remedy = "give them in the environment, or --anonymous"
-            refuse(f"--store, --checkpoint-dir, --endpoint: {reason}; {remedy}")
-    if endpoint and not re.match("https?://", endpoint):
-        refuse(f"--endpoint {endpoint}: give http://... or https://...")
-    places = [text for text in (store, folder) if text]
-    if endpoint and not any(place.startswith(("s3://", "s3a://")) for place in places):
-        remedy = "only for a --store or --checkpoint-dir on s3://; leave it out"
-        refuse(f"--endpoint {endpoint}: {remedy}")
+            refuse(f"{flag_of(name)}: {reason}; {remedy}")
 
 
-def set_devices(args: argparse.Namespace) -> None:
-    """Fill in the devices and nodes that there are; refuse more."""
-    has_gpu = torch.accelerator.is_available()
-    if args.accelerator == "gpu" and not has_gpu:
-        refuse("--accelerator gpu: this machine has none; give auto or cpu")
-    on_gpu = has_gpu and args.accelerator != "cpu"
-    available = torch.accelerator.device_count() if on_gpu else os.cpu_count()
-    kind = "GPUs" if on_gpu else "cores"
-    if args.devices and args.devices > available:
-        refuse(
-            f"--devices {args.devices}: give up to {available}, the {kind} there are"
-        )
-    launched = read_environment("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
-    if launched and args.devices not in (None, launched):
-        reason = f"the launcher has {launched} on each node; leave --devices out"
-        refuse(f"--devices {args.devices}: {reason}")
-    args.devices = args.devices or launched or (available if on_gpu else 1)
-    nodes = read_environment("GROUP_WORLD_SIZE", "SLURM_NNODES")
-    args.num_nodes = args.num_nodes or nodes or 1
-
-
-def set_precision(args: argparse.Namespace) -> None:
-    """Fall back to float32 where there are no instructions for bfloat16, and say so."""
-    on_gpu = torch.accelerator.is_available() and args.accelerator != "cpu"
-    if args.precision == "bf16-mixed" and not has_bf16(on_gpu):
-        kind = "GPUs" if on_gpu else "cores"
-        reason = f"these {kind} have no instructions for bfloat16"
-        print(f"note: {reason}; training in float32", file=sys.stderr)
-        args.precision = "32-true"
-
-
-def has_bf16(on_gpu: bool) -> bool:
-    """Whether there are instructions for bfloat16. Without, torch would emulate them."""
-    if on_gpu:
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
-    flags = torch.cpu.get_capabilities()
-    return any(flags[name] for name in flags if name.endswith("bf16"))
-
-
-def read_environment(*names: str) -> int:
-    """The first of these variables that a launcher has set; 0 if there is none."""
-    values = [os.environ[name] for name in names if os.environ.get(name)]
-    return int(values[0]) if values else 0
+def may_hold_secret(text: str) -> bool:
+    """Whether a text has a part of a URL that can hold credentials."""
+    try:
+        url = urlsplit(text)
+    except ValueError:  # no URL, so nobody can tell what it holds
+        return True
+    if "@" in url.netloc or ODD_PORT.search(url.netloc):
+        return True
+    return bool(url.scheme and (url.query or url.fragment))
 
 
 def set_slots(args: argparse.Namespace) -> None:
@@ -128,15 +84,6 @@ def check_start_method(method: str) -> None:
     if method not in ("forkserver", "spawn"):
         reason = "fork copies no threads of the store's client, so workers would hang"
         refuse(f"--start-method {method}: {reason}; give forkserver or spawn")
-
-
-def check_loggers(names: list[str]) -> None:
-    """Refuse a logger whose package is not installed."""
-    for name in names:
-        package = LOGGERS[name]
-        if find_spec(package) is None:
-            remedy = f"needs {package}, which is not installed; add it with: uv add"
-            refuse(f"--loggers {name}: {remedy} {package.replace('_', '-')}")
 
 
 def check_folder(flag: str, folder: str) -> None:

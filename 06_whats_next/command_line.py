@@ -16,6 +16,20 @@ from errors import CheckpointError, DataError, first_line, refuse
 from options import Options, parse_options
 from store import Location
 
+# How warnings begin that Lightning and Zarr give here, and that ask for nothing to be done.
+KNOWN_WARNINGS = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own use of torch
+    "Your `IterableDataset` has `__len__` defined",  # the workers' shares add up to it
+    "The number of training batches .* is smaller than the logging interval",
+    "The '.*_dataloader' does not have many workers",  # reads are threads' work
+    "It is recommended to use .*sync_dist=True",  # torchmetrics adds up over ranks
+    "You're resuming from a checkpoint that ended before the epoch",  # data follow the step
+    "Experiment logs directory .* exists",
+    "Checkpoint directory .* exists",
+    "`broadcast_buffers` is deprecated",
+    "Failed to open Zarr store with consolidated metadata",
+    "Consolidated metadata is currently not part",
+)
 Result = TypeVar("Result")
 Task = Callable[[Options, Location], Result]
 
@@ -48,8 +62,8 @@ def call_at(
     """
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="lightning|zarr")
-    warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated")
+    for beginning in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", beginning)
     try:
         with nullcontext(named) if named.url else serve_demo_store() as location:
             return task(location)

@@ -3,93 +3,240 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
-import jsonargparse
-
+from arguments import add_options, names_that_decide, option
 from checks import (
-    LOGGERS,
     check_folder,
-    check_loggers,
-    check_numbers,
+    check_secrets,
+    check_server,
     check_start_method,
     check_store,
-    set_devices,
-    set_precision,
     set_slots,
 )
+from config_file import read_flags
+from devices import set_devices, set_precision
+from errors import refuse
 
 # What you change for data of your own, here or by flags.
 VARIABLES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
 TRAIN_TIMES = ["1982", "1989"]
 VALIDATION_TIMES = ["1990", "1990"]
 TEST_TIMES = ["1991", "1992"]
-OUTPUTS = Path(__file__).parent / "outputs/train"
+OUTPUTS = Path(__file__).parent / "outputs"
+
+# Lightning's loggers, and the package that each needs.
+LOGGERS = {
+    "CSVLogger": "lightning",
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb",
+    "MLFlowLogger": "mlflow",
+    "CometLogger": "comet_ml",
+    "LitLogger": "litlogger",
+}
+START_METHOD = "spawn" if sys.platform == "win32" else "forkserver"
+TIMES = {"nargs": 2, "metavar": ("FIRST", "LAST"), "decides": True}
+
+
+def run_folder() -> str:
+    """Where a run's files go, as seen from where the program was started."""
+    return os.path.relpath(OUTPUTS / "train")
+
+
+def climatology_folder() -> str:
+    """Where climatologies are kept from one run to the next."""
+    return os.path.relpath(OUTPUTS / "climatology")
 
 
 @dataclass(frozen=True)
-class Options:
+class StoreOptions:
+    """Where the data are, and how they are read."""
+
+    store: str | None = option(
+        None,
+        "a Zarr: path, s3://, gs:// or https://; without, a small one is made and served",
+    )
+    endpoint: str | None = option(None, "an S3 server other than AWS's", metavar="URL")
+    region: str | None = option(
+        None, "of the store's bucket on AWS; if not given, AWS_REGION"
+    )
+    anonymous: bool = option(False, "sign no request: for public buckets")
+    retry_timeout: int = option(120, "seconds to retry a failed read")
+    missing_chunks: str = option(
+        "refuse",
+        "what to do if a chunk is missing that would read as a number; fill: read it so",
+        choices=("refuse", "fill"),
+        decides=True,
+    )
+    climatology_dir: str = option(
+        climatology_folder, "keeps the climatology of a store that has none"
+    )
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which of the data are used."""
+
+    variables: list[str] = option(VARIABLES, "any number of the store's", decides=True)
+    level: str | None = option(
+        None,
+        "value of a further dimension, such as 850 or a member's name",
+        decides=True,
+    )
+    missing: str = option(
+        "refuse",
+        "what to do where a value is missing; mask: leave the cell out at that time",
+        choices=("refuse", "mask"),
+        decides=True,
+    )
+    train_times: list[str] = option(TRAIN_TIMES, "dates or years to train on", **TIMES)
+    validation_times: list[str] = option(VALIDATION_TIMES, "to choose by", **TIMES)
+    test_times: list[str] = option(TEST_TIMES, "to report, and choose nothing", **TIMES)
+    patch_size: int = option(
+        64, "cells along a side of a patch", least=16, decides=True
+    )
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What decides the weights."""
+
+    batch_size: int = option(8, "samples in the global batch", decides=True)
+    patches_per_block: int = option(8, "cut each time a block is read", decides=True)
+    shuffle_slots: int | None = option(
+        None, "blocks that are mixed; if not given, four times the batch", decides=True
+    )
+    max_steps: int = option(200, "optimizer steps in the whole run", decides=True)
+    learning_rate: float = option(
+        6e-3, "AdamW's, at the end of the warm-up", least=0, decides=True
+    )
+    seed: int = option(
+        0,
+        "decides weights, order, patches and swaths",
+        least=0,
+        below=2**64,  # torch takes no more
+        decides=True,
+    )
+    padding: str = option(
+        "zeros", "beyond a patch's edge", choices=("zeros", "replicate"), decides=True
+    )
+    precision: str = option(
+        "32-true",
+        "bf16-mixed needs hardware for it; without, 32-true is taken",
+        choices=("32-true", "bf16-mixed"),
+        decides=True,
+    )
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Where it runs."""
+
+    accelerator: str = option(
+        "auto", "where to compute", choices=("auto", "cpu", "gpu")
+    )
+    devices: int | None = option(
+        None, "processes on each node; if not given, the launcher's, or one a GPU"
+    )
+    num_nodes: int | None = option(None, "if not given, the launcher's, or one")
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """How it runs, which changes no weight beyond rounding."""
+
+    accumulate_grad_batches: int = option(
+        1, "micro-batches in which a rank computes its slice", decides=True
+    )
+    compile: bool = option(
+        False, "compile the network: minutes at the first step, for long runs"
+    )
+    process_group_timeout: int = option(300, "seconds to wait for another rank")
+    num_workers: int = option(
+        0, "processes that prepare batches, for each rank; 0: none", least=0
+    )
+    start_method: str = option(START_METHOD, "of the workers: forkserver or spawn")
+    validate_every: int = option(100, "steps between validations")
+    full_validation_patches: int = option(
+        384, "of the validation, for a checkpoint that may be the best"
+    )
+    eval_samples: int = option(96, "patches that judge a run", hidden=True)
+    log_every: int = option(10, "steps between lines of the log")
+    count_requests: bool = option(True, "report requests and bytes")
+    loggers: list[str] = option(
+        ["CSVLogger", "TensorBoardLogger"],
+        "classes of lightning.pytorch.loggers",
+        choices=LOGGERS,
+    )
+    output_dir: str = option(run_folder, "folder for the run's files")
+
+
+@dataclass(frozen=True)
+class SurvivalOptions:
+    """What a run does against its end, and how it goes on."""
+
+    resume: str | None = option(
+        None,
+        "from the newest whole checkpoint, or from CKPT; auto: if there is one",
+        nargs="?",
+        const="last",
+        metavar="CKPT",
+    )
+    overwrite: bool = option(
+        False, "delete checkpoints of later steps than that at which this run begins"
+    )
+    checkpoint_dir: str | None = option(
+        None,
+        "a path or s3://; if not given, checkpoints in --output-dir",
+        metavar="DIR",
+    )
+    checkpoint_every: int = option(50, "steps between checkpoints")
+    checkpoint_minutes: float | None = option(None, "also after so much time", least=0)
+    keep: int = option(3, "how many of the newest checkpoints to keep")
+    grace: int = option(
+        25, "seconds that a checkpoint may take when the run is told to stop"
+    )
+    max_hours: float | None = option(
+        None, "stop after so long, to be started again", least=0
+    )
+    spot: str | None = option(
+        None, "ask this cloud if it takes the machine back", choices=("aws", "google")
+    )
+    spike_factor: float = option(
+        10, "skip a batch whose loss is so many times the median of the last 50"
+    )
+    skip_batches: int = option(1, "batches to leave out, from one with a bad loss on")
+    max_skips: int = option(
+        5, "how often a run may leave batches out before it gives up"
+    )
+
+
+@dataclass(frozen=True)
+class Options(  # the fields of the last one come first
+    SurvivalOptions,
+    LoopOptions,
+    DeviceOptions,
+    TrainingOptions,
+    DataOptions,
+    StoreOptions,
+):
     """What a run was asked for, checked and complete."""
 
-    store: str | None
-    endpoint: str | None
-    region: str | None
-    anonymous: bool
-    retry_timeout: int
-    count_requests: bool
-    variables: list[str]
-    level: str | None
-    missing: str
-    missing_chunks: str
-    train_times: list[str]
-    validation_times: list[str]
-    test_times: list[str]
-    patch_size: int
-    batch_size: int
-    patches_per_block: int
-    shuffle_slots: int
-    max_steps: int
-    learning_rate: float
-    validate_every: int
-    full_validation_patches: int
-    checkpoint_every: int
-    log_every: int
-    loggers: list[str]
-    accelerator: str
-    devices: int
-    num_nodes: int
-    accumulate_grad_batches: int
-    process_group_timeout: int
-    num_workers: int
-    start_method: str
-    seed: int
-    output_dir: str
-    resume: str | None
-    overwrite: bool
-    checkpoint_dir: str
-    checkpoint_minutes: float | None
-    keep: int
-    grace: int
-    max_hours: float | None
-    spot: str | None
-    spike_factor: float
-    skip_batches: int
-    max_skips: int
-    precision: str
-    padding: str
-    compile: bool
+
+# What a run and the one that resumes it have in common.
+RESUME_KEYS = names_that_decide(Options)
 
 
 def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     """The options of a command line; exits with code 2 and a remedy if one is wrong."""
-    args = make_parser(summary).parse_args(argv)
-    del args.config  # its options are among the others now
-    set_texts(args)
-    check_numbers(vars(args))
-    check_store(args.store, args.checkpoint_dir, args.endpoint, args.region)
+    args = parse_flags(summary, sys.argv[1:] if argv is None else argv)
+    each_once = dict.fromkeys(args.variables)
+    args.variables = list(each_once)
+    check_secrets(args, "store", "endpoint", "checkpoint_dir", "resume")
+    check_store("--store", args.store)
+    check_server(args, "checkpoint_dir", "resume")
     set_devices(args)
     set_precision(args)
     set_slots(args)
@@ -104,157 +251,34 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     return Options(**vars(args))
 
 
-def set_texts(args: argparse.Namespace) -> None:
-    """Make texts of what a file may give as numbers, and take each variable once."""
-    for name in ("variables", "train_times", "validation_times", "test_times"):
-        setattr(args, name, [str(value) for value in getattr(args, name)])
-    args.variables = list(dict.fromkeys(args.variables))
-    if args.level is not None:
-        args.level = str(args.level)
+def parse_flags(summary: str, flags: list[str]) -> argparse.Namespace:
+    """What flags give, and what the files of --config give where no flag does."""
+    parser = make_parser(summary)
+    files = parser.parse_args(flags).config
+    in_files = []
+    for path in files:
+        in_files += read_flags(path, Options)
+    args = parser.parse_args([*in_files, *flags])  # the last one counts
+    del args.config
+    return args
 
 
-class Parser(jsonargparse.ArgumentParser):
-    """argparse's, which also takes options from a file; an error is one line."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        super().error(" ".join(message.split()), ex)
-
-
-def make_parser(summary: str) -> Parser:
+def make_parser(summary: str) -> argparse.ArgumentParser:
     """Each option and its default."""
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
-    parser = Parser(description=summary, formatter_class=show_defaults)
-    file = "options in YAML or JSON, such as options.json of a run; flags after it win"
-    parser.add_argument("--config", action="config", metavar="FILE", help=file)
-    add_store_options(parser.add_argument)
-    add_data_options(parser.add_argument)
-    add_training_options(parser.add_argument)
-    add_device_options(parser.add_argument)
-    add_machine_options(parser.add_argument)
-    add_survival_options(parser.add_argument)
+    parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
+    file = "options in JSON, such as a run's options.json; flags win"
+    add = parser.add_argument
+    add("--config", action="append", default=[], metavar="FILE", help=file)
+    for group in reversed(Options.__bases__):
+        add_options(parser, group)
     return parser
 
 
-def add_store_options(add: Callable) -> None:
-    """Where the data are, and how they are read."""
-    demo = "if not given, a small one is made and served"
-    add("--store", help=f"Zarr: a path, s3://, gs://, https://; {demo}")
-    add("--endpoint", metavar="URL", help="an S3 server other than AWS's")
-    add("--region", help="of the store's bucket on AWS; if not given, AWS_REGION")
-    add("--anonymous", action="store_true", help="sign no request: for public buckets")
-    add("--retry-timeout", type=int, default=120, help="seconds to retry a failed read")
-    sparse = (
-        "what to do if a chunk is missing that would read as a number; fill: read it so"
-    )
-    add("--missing-chunks", choices=("refuse", "fill"), default="refuse", help=sparse)
-
-
-def add_data_options(add: Callable) -> None:
-    """Which of the data are used."""
-    times = {"nargs": 2, "metavar": ("FIRST", "LAST")}
-    switch = argparse.BooleanOptionalAction
-    add(
-        "--count-requests",
-        action=switch,
-        default=True,
-        help="report requests and bytes",
-    )
-    add("--variables", nargs="+", default=VARIABLES, help="any number of the store's")
-    add("--level", help="value of a further dimension, such as 850 or a member's name")
-    absent = (
-        "what to do where a value is missing; mask: leave the cell out at that time"
-    )
-    add("--missing", choices=("refuse", "mask"), default="refuse", help=absent)
-    add(
-        "--train-times", **times, default=TRAIN_TIMES, help="dates or years to train on"
-    )
-    add("--validation-times", **times, default=VALIDATION_TIMES, help="to choose by")
-    add(
-        "--test-times",
-        **times,
-        default=TEST_TIMES,
-        help="to report, and choose nothing",
-    )
-    add("--patch-size", type=int, default=64, help="cells along a side of a patch")
-
-
-def add_training_options(add: Callable) -> None:
-    """What decides the weights."""
-    add("--batch-size", type=int, default=8, help="samples in the global batch")
-    add(
-        "--patches-per-block", type=int, default=8, help="cut each time a block is read"
-    )
-    slots = "blocks that are mixed; if not given, four times the batch"
-    add("--shuffle-slots", type=int, help=slots)
-    add("--max-steps", type=int, default=200, help="optimizer steps in the whole run")
-    peak = "AdamW's, at the end of the warm-up"
-    add("--learning-rate", type=float, default=6e-3, help=peak)
-    add(
-        "--seed", type=int, default=0, help="decides weights, order, patches and swaths"
-    )
-    edges = ("zeros", "replicate")
-    add("--padding", choices=edges, default="zeros", help="beyond a patch's edge")
-    kinds = ("32-true", "bf16-mixed")
-    lower = "bf16-mixed needs hardware for it; without, 32-true is taken"
-    add("--precision", choices=kinds, default="32-true", help=lower)
-
-
-def add_device_options(add: Callable) -> None:
-    """Where it runs."""
-    kinds = ("auto", "cpu", "gpu")
-    add("--accelerator", choices=kinds, default="auto", help="where to compute")
-    devices = "processes on each node; if not given, the launcher's, or one a GPU"
-    add("--devices", type=int, help=devices)
-    add("--num-nodes", type=int, help="if not given, the launcher's, or one")
-
-
-def add_machine_options(add: Callable) -> None:
-    """How it runs, which changes no weight beyond rounding."""
-    pieces = "micro-batches in which a rank computes its slice"
-    add("--accumulate-grad-batches", type=int, default=1, help=pieces)
-    fuse = "compile the network: minutes at the first step, for long runs"
-    add("--compile", action="store_true", help=fuse)
-    waiting = "seconds to wait for another rank"
-    add("--process-group-timeout", type=int, default=300, help=waiting)
-    workers = "processes that prepare batches, for each rank; 0: none"
-    add("--num-workers", type=int, default=0, help=workers)
-    method = "spawn" if sys.platform == "win32" else "forkserver"
-    add("--start-method", default=method, help="of the workers: forkserver or spawn")
-    add("--validate-every", type=int, default=100, help="steps between validations")
-    full = "of the validation, for a checkpoint that may be the best"
-    add("--full-validation-patches", type=int, default=384, help=full)
-    add("--log-every", type=int, default=10, help="steps between lines of the log")
-    where = "classes of lightning.pytorch.loggers"
-    both = ["CSVLogger", "TensorBoardLogger"]
-    add("--loggers", nargs="+", default=both, choices=LOGGERS, help=where)
-    add(
-        "--output-dir",
-        default=os.path.relpath(OUTPUTS),
-        help="folder for the run's files",
-    )
-
-
-def add_survival_options(add: Callable) -> None:
-    """What a run does against its end, and how it goes on."""
-    resume = "from the newest whole checkpoint, or from CKPT; auto: if there is one"
-    add("--resume", nargs="?", const="last", metavar="CKPT", help=resume)
-    later = "delete checkpoints of later steps than that at which this run begins"
-    add("--overwrite", action="store_true", help=later)
-    place = "a path or s3://; if not given, checkpoints in --output-dir"
-    add("--checkpoint-dir", metavar="DIR", help=place)
-    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
-    add("--checkpoint-minutes", type=float, help="also after so much time")
-    add(
-        "--keep", type=int, default=3, help="how many of the newest checkpoints to keep"
-    )
-    seconds = "seconds that a checkpoint may take when the run is told to stop"
-    add("--grace", type=int, default=25, help=seconds)
-    add("--max-hours", type=float, help="stop after so long, to be started again")
-    clouds = ("aws", "google")
-    add("--spot", choices=clouds, help="ask this cloud if it takes the machine back")
-    spike = "skip a batch whose loss is so many times the median of the last 50"
-    add("--spike-factor", type=float, default=10, help=spike)
-    left_out = "batches to leave out, from one with a bad loss on"
-    add("--skip-batches", type=int, default=1, help=left_out)
-    often = "how often a run may leave batches out before it gives up"
-    add("--max-skips", type=int, default=5, help=often)
+def check_loggers(names: list[str]) -> None:
+    """Refuse a logger whose package is not installed."""
+    for name in names:
+        package = LOGGERS[name]
+        if find_spec(package) is None:
+            remedy = f"needs {package}, which is not installed; add it with: uv add"
+            refuse(f"--loggers {name}: {remedy} {package.replace('_', '-')}")

@@ -21,12 +21,14 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader
 
-from checks import check_folder, check_store, set_devices
+from arguments import add_options
+from checks import check_folder, check_secrets, check_server, check_store
 from command_line import call_at, make_location, run
+from devices import set_devices
 from errors import DataError, refuse
 from map_store import FILLED, NO_VALUE, OBSERVED, MapStore, require, write_netcdf
 from maps import MapDataset, load_model, make_maps
-from options import add_device_options, add_store_options
+from options import DeviceOptions, StoreOptions
 from run_record import sha256_of_values
 from store import FieldReader, Location
 
@@ -87,7 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
     add = parser.add_argument
     add("checkpoint", type=Path, help="one that train.py wrote")
-    add_store_options(add)
+    add_options(parser, StoreOptions)
     climatology = "that of the training, if --store is another: for the climatology"
     add("--training-store", metavar="STORE", help=climatology)
     times = {"nargs": 2, "metavar": ("FIRST", "LAST")}
@@ -96,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gaps", choices=("swaths", "missing"), default="swaths", help=hidden)
     add("--seed", type=int, default=0, help="decides the simulated swaths")
     add("--overlap", type=int, default=16, help="cells that neighbouring patches share")
-    add_device_options(add)
+    add_options(parser, DeviceOptions)
     add("--output", type=Path, default="outputs/filled.zarr", help="*.zarr or *.nc")
     return parser
 
@@ -104,8 +106,10 @@ def make_parser() -> argparse.ArgumentParser:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options of a command line; exits with code 2 and a remedy if one is wrong."""
     args = make_parser().parse_args(argv)
-    check_store(args.store, None, args.endpoint, args.region)
-    check_store(args.training_store, None, None, None)
+    check_secrets(args, "store", "endpoint", "training_store")
+    check_store("--store", args.store)
+    check_store("--training-store", args.training_store)
+    check_server(args, "training_store")
     if args.output.suffix not in (".zarr", ".nc"):
         refuse(f"--output {args.output}: give a name that ends in .zarr or .nc")
     check_folder("--output", str(args.output.parent))

@@ -6,6 +6,7 @@ from io import BytesIO
 import torch
 from torch import distributed
 
+from arguments import flag_of
 from checkpoints import (
     STORE_ERRORS,
     Checkpoints,
@@ -17,29 +18,13 @@ from checkpoints import (
     step_of,
 )
 from errors import CheckpointError, DataError, first_line, print_note
+from options import RESUME_KEYS
 from recovery import BadLoss, Window, batch_number
 from store import Location
 
-# What a run and the one that resumes it have in common. A checkpoint keeps what the model
-# was made with and what the data were made with apart.
-MODEL_KEYS = ("learning_rate", "max_steps", "seed", "padding")
-DATA_KEYS = (
-    "variables",
-    "level",
-    "missing",
-    "missing_chunks",
-    "train_times",
-    "validation_times",
-    "test_times",
-    "patch_size",
-    "batch_size",
-    "accumulate_grad_batches",
-    "patches_per_block",
-    "shuffle_slots",
-    "precision",
-)
-RESUME_KEYS = {"hyper_parameters": MODEL_KEYS, "datamodule_hyper_parameters": DATA_KEYS}
-PARTS = {"global_step", "optimizer_states", "callbacks", *RESUME_KEYS}
+# Under this name Lightning keeps what the data module has saved: all options of the run.
+OPTIONS = "datamodule_hyper_parameters"
+PARTS = {"global_step", "optimizer_states", "callbacks", "hyper_parameters", OPTIONS}
 
 
 @dataclass
@@ -122,13 +107,7 @@ def load_whole(folder: Checkpoints, name: str) -> dict:
 
 def make_start(name: str, saved: dict, options: dict) -> Start:
     """Go on from a checkpoint; CheckpointError if its run had other options."""
-    for part, keys in RESUME_KEYS.items():
-        for key in keys:
-            before = saved[part].get(key)
-            if options[key] != before:
-                flag = f"--{key.replace('_', '-')}"
-                reason = f"has {flag} {before}, not {options[key]}"
-                raise CheckpointError(f"{reason}; give {flag} that, or no --resume")
+    require_same(saved[OPTIONS], options)
     states = saved["callbacks"]
     for callback in ("StepBoundary", "RunRecord"):
         if callback not in states:
@@ -136,6 +115,17 @@ def make_start(name: str, saved: dict, options: dict) -> Start:
             raise CheckpointError(f"has no state of {callback}; {remedy}")
     skipped = tuple(Window(*window) for window in states["StepBoundary"]["skipped"])
     return Start(saved["global_step"], name, saved, skipped, states["RunRecord"])
+
+
+def require_same(before: dict, now: dict) -> None:
+    """CheckpointError unless a run of the options `now` may go on with one of `before`."""
+    for name in RESUME_KEYS:
+        flag = flag_of(name)
+        if name not in before:
+            raise CheckpointError(f"does not say its {flag}; give no --resume")
+        if before[name] != now[name]:
+            reason = f"has {flag} {before[name]}, not {now[name]}"
+            raise CheckpointError(f"{reason}; give {flag} that, or no --resume")
 
 
 def skip_batches(

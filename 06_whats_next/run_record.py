@@ -21,11 +21,12 @@ import torch
 import zarr
 from lightning.pytorch import Callback
 
+from arguments import flag_of
 from checks import check_folder
 from data import EVAL_SEED, Data
 from errors import CheckpointError, print_note, refuse
 from fields import DIMENSIONS, Period
-from options import make_parser
+from options import Options
 from results import describe_machine, list_versions
 from resume import Start
 from store import FieldReader
@@ -178,17 +179,17 @@ def repeatable(record: Record) -> dict:
 
 def command_of(record: Record) -> str:
     """The command line that repeats a run, without what is a default."""
-    defaults = vars(make_parser("").parse_args([]))
+    defaults = vars(Options())
     words = ["uv", "run", "python", "train.py"]
     for name, value in repeatable(record).items():
         if value == defaults[name]:
             continue
-        flag = name.replace("_", "-")
+        flag = flag_of(name)
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            words.append(flag if value else f"--no-{flag[2:]}")
             continue
         values = value if isinstance(value, list) else [value]
-        words += [f"--{flag}", *map(str, values)]
+        words += [flag, *map(str, values)]
     return shlex.join(words)
 
 

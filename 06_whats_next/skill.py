@@ -18,12 +18,13 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from checks import check_store
+from arguments import add_options
+from checks import check_secrets, check_server, check_store
 from command_line import call_at, make_location, run
 from errors import CheckpointError, refuse
 from evaluation import BASELINE, fills
 from maps import MapDataset, MapFiller, load_model, make_maps
-from options import add_store_options
+from options import StoreOptions
 from results import RESULTS, save_rows
 from store import FieldReader, Location
 
@@ -184,14 +185,16 @@ def parse_study(summary: str, argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=summary)
     add = parser.add_argument
     add("checkpoint", type=Path, help="one that train.py wrote")
-    add_store_options(add)
+    add_options(parser, StoreOptions)
     times = "dates or years; if not given, those of the run's test"
     add("--times", nargs=2, metavar=("FIRST", "LAST"), help=times)
     add("--overlap", type=int, default=16, help="cells that neighbouring patches share")
     add("--draws", type=int, default=4, help="how often swaths are drawn for a map")
     add("--save-results", action="store_true", help="write results/")
     args = parser.parse_args(argv)
-    check_store(args.store, None, args.endpoint, args.region)
+    check_secrets(args, "store", "endpoint")
+    check_store("--store", args.store)
+    check_server(args)
     for name, least in {"draws": 1, "overlap": 0}.items():
         if getattr(args, name) < least:
             refuse(f"--{name} {getattr(args, name)}: give at least {least}")

@@ -31,11 +31,12 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import MaxTrialsCallback
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from arguments import flag_of
 from checks import check_folder
 from command_line import call_at, make_location, run
 from errors import refuse
-from options import Options, parse_options
-from resume import RESUME_KEYS, Start
+from options import RESUME_KEYS, Options, parse_options
+from resume import Start
 from short_run import make_short_trainer
 from store import Location
 from train import make_data, make_datamodule, make_model
@@ -142,14 +143,14 @@ def open_study(search: Search, seed: int) -> optuna.Study:
 
 def require_same(study: optuna.Study, options: Options) -> None:
     """Keep what all trials have in common, or refuse other values than those kept."""
-    keys = ["store", *(key for part in RESUME_KEYS.values() for key in part)]
+    keys = ["store", *RESUME_KEYS]
     now = {key: getattr(options, key) for key in keys if key not in SPACE}
     # The global batch decides how many samples a trial has, even if it is searched.
     now["batch_size"] = options.batch_size
     before = study.user_attrs.get("options", now)
     for key, value in before.items():
         if now[key] != value:
-            flag = f"--{key.replace('_', '-')}"
+            flag = flag_of(key)
             reason = f"its trials have {flag} {value}, not {now[key]}"
             refuse(f"--search-dir: {reason}; give that, or another folder")
     study.set_user_attr("options", now)
@@ -232,7 +233,7 @@ def command_of(best: FrozenTrial) -> str:
     values = {**best.params, "max_steps": best.user_attrs["max_steps"]}
     words = ["uv", "run", "python", "train.py"]
     for name, value in values.items():
-        words += [f"--{name.replace('_', '-')}", shorten(value)]
+        words += [flag_of(name), shorten(value)]
     return shlex.join(words)
 
 

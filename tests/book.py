@@ -50,12 +50,15 @@ CHAPTERS = [
 # The files of a chapter whose bytes are the previous chapter's. Edit the first of them, and `carry` copies it on.
 CARRIED = {
     "06_whats_next": [
+        "arguments.py",
         "block_loader.py",
+        "checks.py",
         "climatology.py",
         "command_line.py",
         "data.py",
         "datamodule.py",
         "demo_store.py",
+        "devices.py",
         "errors.py",
         "evaluation.py",
         "fields.py",

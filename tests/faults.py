@@ -13,14 +13,6 @@ def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _judge_by(number: int) -> None:
-    """Judge a run by so many patches instead of 96, where the chapter has its room: no fault, but quicker."""
-    if Path("evaluation.py").exists():
-        import evaluation
-
-        evaluation.EVAL_SAMPLES = number
-
-
 def _draw_nothing(wanted: bool) -> None:
     """Save each picture empty: no fault, but quicker, because to draw one takes a second."""
     if wanted:
@@ -255,7 +247,6 @@ def _use_double_precision(wanted: bool) -> None:
 
 
 FAULTS = {
-    "judge_by": _judge_by,
     "draw_nothing": _draw_nothing,
     "double_precision": _use_double_precision,
     "kill_in_backward": partial(_in_backward, _kill_self),
@@ -281,11 +272,24 @@ FAULTS = {
 }
 
 
+# Programs of chapters 5 and 6 that take the options of train.py.
+TAKE_OPTIONS = (
+    "train.py profiler.py preflight.py tune_hyperparameters.py search_check.py moving_average.py".split()
+)
+
+
 def run(script: str | Path, argv: list[str], **faults: float) -> None:
     """Run a script as `python SCRIPT ARGV` would in its folder, in this process, with these of FAULTS planted."""
     folder = Path(script).parent
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    source = Path(script).read_text()
+    # Judge a run by so many patches instead of 96: no fault, but quicker.
+    if number := faults.pop("judge_by", None):
+        if not Path("options.py").exists():  # chapters 1 to 4
+            source = source.replace("JUDGE_SEED = 96,", f"JUDGE_SEED = {number},")
+        elif Path(script).name in TAKE_OPTIONS:
+            argv = ["--eval-samples", str(number), *argv]
     sys.argv = [Path(script).name, *argv]
     for name, value in faults.items():
         FAULTS[name](value)
@@ -293,7 +297,4 @@ def run(script: str | Path, argv: list[str], **faults: float) -> None:
     main = types.ModuleType("__main__")
     main.__file__ = str(script)
     sys.modules |= {"__main__": main, "__mp_main__": main}
-    source = Path(script).read_text()
-    if "judge_by" in faults:  # chapters 1 to 4 have no room for it
-        source = source.replace("JUDGE_SEED = 96,", f"JUDGE_SEED = {faults['judge_by']},")
     exec(compile(source, script, "exec"), vars(main))

@@ -159,9 +159,9 @@ def flags_for(path: Path, names: tuple[str, ...] = ("u", "v")) -> list[str]:
     return ["--store", str(path), "--variables", *names, *SPANS, *sizes]
 
 
-def make_data(path: Path, names: tuple[str, ...] = ("u", "v")):
+def make_data(path: Path, names: tuple[str, ...] = ("u", "v"), *flags: str):
     """The data module that train.py makes of a store."""
-    parsed = options.parse_options("", flags_for(path, names))
+    parsed = options.parse_options("", [*flags_for(path, names), *flags])
     return train.make_data(parsed, store.Location(str(path)), first_step=0)
 
 
@@ -195,7 +195,7 @@ def test_the_patches_that_judge_are_those_of_chapter_4(chapter_4, folder: Path) 
     """Validation's and the test's: dates, corners, swaths and values, to the bit."""
     now = make_data(folder / "whole")
     _, *then = patches_of_chapter_4(chapter_4, folder / "whole")
-    places = [(0, k) for k in (*range(30), evaluation.EVAL_SAMPLES - 1)]
+    places = [(0, k) for k in (*range(30), options.Options().eval_samples - 1)]
     crossing = masked = 0
     for mine, theirs in zip((now.validation, now.test), then, strict=True):
         for place, one, other in zip(places, mine.__getitems__(places), theirs.__getitems__(places)):
@@ -220,9 +220,8 @@ def test_baselines_are_those_of_chapter_4(
     names: tuple, samples: int, chapter_4, folder: Path, sampled_by_chapter_4: None, monkeypatch
 ) -> None:
     """In each unit, to the bit."""
-    monkeypatch.setattr(train, "EVAL_SAMPLES", samples)
     monkeypatch.setattr(chapter_4, "JUDGED_SAMPLES", samples)
-    dataset = make_data(folder / "bare", names).test
+    dataset = make_data(folder / "bare", names, "--eval-samples", str(samples)).test
     *_, then = patches_of_chapter_4(chapter_4, folder / "bare", names)
     units = fields.group_by_unit(opened(folder / "bare", *names), list(names))
     assert units == then.pools

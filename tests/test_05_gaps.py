@@ -48,7 +48,6 @@ def rooms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         import train
 
         patch.setattr(climatology, "KEPT", tmp_path_factory.mktemp("kept"))
-        patch.setattr(train, "EVAL_SAMPLES", EVAL_SAMPLES)
         plot_example = evaluation.plot_example
         patch.setattr(evaluation, "plot_example", lambda *_: Figure())  # drawing takes longer than training
         yield
@@ -121,6 +120,8 @@ def flags_for(path: Path, *flags: object) -> list[str]:
         2,
         "--log-every",
         1,
+        "--eval-samples",
+        EVAL_SAMPLES,
     ]
     return list(map(str, ["--store", path, "--variables", "u", "v", *SPANS, *sizes, *flags]))
 

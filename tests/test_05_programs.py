@@ -285,16 +285,15 @@ def test_killed_at_another_step_it_resumes_to_the_bit(
 
 
 def test_a_run_that_has_ended_ends_the_same_when_it_is_resumed(
-    folder: Path, tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, trained: Trained
 ) -> None:
     """A scheduler may start a job again after its last step."""
     import train
 
-    monkeypatch.setattr(train, "EVAL_SAMPLES", EVAL_SAMPLES)
     run = shutil.copytree(trained.alone.output, tmp_path / "run")
     (run / "summary.json").unlink()
     flags = [*SMALL, "--store", folder / "winds/whole", "--output-dir", run, "--resume", "auto"]
-    train.main([*map(str, flags)])
+    train.main([*map(str, flags), "--eval-samples", str(EVAL_SAMPLES)])
     assert_same_bits(run, trained.alone.output)
 
 
@@ -405,15 +404,14 @@ ANOTHER = {  # value of each flag that a resumed run must share
 
 
 def test_a_checkpoint_keeps_what_a_resumed_run_must_share(whole: Path) -> None:
-    """What made the model with the model, and what made the data with the data."""
-    from checkpoints import RESUME_KEYS
+    from options import RESUME_KEYS
 
     saved, options = torch.load(whole / "last.ckpt", weights_only=True), asdict(parse())
-    checked = [name for names in RESUME_KEYS.values() for name in names]
-    assert sorted(f"--{name.replace('_', '-')}" for name in checked) == sorted(ANOTHER)
-    for part, names in RESUME_KEYS.items():
-        for name in names:
-            assert saved[part][name] == options[name]
+    assert sorted(f"--{name.replace('_', '-')}" for name in RESUME_KEYS) == sorted(ANOTHER)
+    for name in RESUME_KEYS:
+        assert saved["datamodule_hyper_parameters"][name] == options[name]
+    for name in ("learning_rate", "max_steps", "seed", "padding"):  # and what made the model
+        assert saved["hyper_parameters"][name] == options[name]
 
 
 @pytest.mark.parametrize("flag", ANOTHER)
@@ -421,7 +419,7 @@ def test_a_run_is_not_resumed_with_another_value(
     flag: str, folder: Path, whole: Path, tmp_path: Path, refused, monkeypatch
 ) -> None:
     """It would end at weights that no undisturbed run has."""
-    monkeypatch.setattr("options.has_bf16", lambda on_gpu: True)
+    monkeypatch.setattr("devices.has_bf16", lambda on_gpu: True)
     checkpoint, changed = whole / "last.ckpt", [flag, *ANOTHER[flag].split()]
     name = flag[2:].replace("-", "_")
     before, now = getattr(parse(), name), getattr(parse(*changed), name)
@@ -459,6 +457,13 @@ def without(part: str) -> Callable:
     return write
 
 
+def without_level(saved: Path, path: Path) -> None:
+    """As of a time when there was no such option; its value here, None, is not a missing one."""
+    loaded = torch.load(saved, weights_only=True)
+    del loaded["datamodule_hyper_parameters"]["level"]
+    torch.save(loaded, path)
+
+
 def like_chapter_4(saved: Path, path: Path) -> None:
     """With all options in the model's part, and no part of the data's."""
     loaded = torch.load(saved, weights_only=True)
@@ -475,6 +480,7 @@ DAMAGED = {  # what is written from a whole checkpoint, and what is said of it
     "a tensor": (lambda saved, path: torch.save(torch.zeros(3), path), UNREADABLE),
     "without its step": (without("global_step"), "has no global_step; give one that this chapter wrote"),
     "without an optimizer": (without("optimizer_states"), "has no optimizer_states; give one that"),
+    "without an option": (without_level, "does not say its --level; give no --resume"),
     "of chapter 4": (like_chapter_4, "has no datamodule_hyper_parameters; give one that this chapter wrote"),
 }
 
@@ -517,30 +523,37 @@ def test_a_model_is_loaded_from_a_checkpoint_alone(trained: Trained) -> None:
 
 BAD_INPUT = {
     "--shuffle-slots 12 --batch-size 8": "--shuffle-slots 12: give a multiple of --batch-size 8",
-    "--shuffle-slots 0": "--shuffle-slots 0: too small; give at least 1",
-    "--patches-per-block 0": "--patches-per-block 0: too small; give at least 1",
-    "--max-steps 0": "--max-steps 0: too small; give at least 1",
-    "--retry-timeout 0": "--retry-timeout 0: too small; give at least 1",
-    "--learning-rate nan": "--learning-rate nan: give a number",
-    "--learning-rate inf": "--learning-rate inf: give a number",
-    "--seed -1": "--seed -1: too small; give at least 0",
-    f"--seed {2**64}": rf"--seed {2**64}: too large; give less than 2\*\*64",
+    "--shuffle-slots 0": "argument --shuffle-slots: 0: too small; give at least 1",
+    "--patches-per-block 0": "argument --patches-per-block: 0: too small; give at least 1",
+    "--max-steps 0": "argument --max-steps: 0: too small; give at least 1",
+    "--max-steps many": "argument --max-steps: 'many': give a whole number",
+    f"--eval-samples -{'9' * 400}": "argument --eval-samples: -9+: too small; give at least 1",
+    "--retry-timeout 0": "argument --retry-timeout: 0: too small; give at least 1",
+    "--learning-rate nan": "argument --learning-rate: nan: not finite; give a number",
+    "--learning-rate inf": "argument --learning-rate: inf: not finite; give a number",
+    "--learning-rate -1": "argument --learning-rate: -1: too small; give at least 0",
+    "--seed -1": "argument --seed: -1: too small; give at least 0",
+    f"--seed {2**64}": f"argument --seed: {2**64}: too large; give less than {2**64}",
     "--output-dir /dev/null/run": "--output-dir /dev/null/run: Not a directory; give a folder",
     "--devices 9999": f"--devices 9999: give up to {os.cpu_count()}, the cores there are",
     "--batch-size 1 --devices 2 --shuffle-slots 8": "--batch-size 1: 2 devices .* need at least 2",
     "--batch-size 2 --accumulate-grad-batches 3": "--batch-size 2: .* 3 micro-batches need at least 3",
     "--accelerator gpu": "--accelerator gpu: this machine has none; give auto or cpu",
     "--store nowhere": "--store nowhere: no such folder; give a Zarr store, or a URL",
-    "--endpoint http://x": "--endpoint http://x: only for --store s3://...; leave it out",
+    "--endpoint http://x": "--endpoint http://x: only for --store on s3://; leave it out",
     "--endpoint ftp://x": "--endpoint ftp://x: give http://... or https://...",
-    f"--store s3://me:{SECRET}@winds/v3": "--store, .* credentials .* give them in the environment",
-    f"--store https://winds/v3?X-Amz-Signature={SECRET}": "--store, .* credentials .* give them in the env",
-    f"--endpoint https://me:{SECRET}@localhost": ".*--endpoint: credentials .* give them in the environment",
+    f"--store s3://me:{SECRET}@winds/v3": "--store: credentials .* give them in the environment",
+    f"--store s3://me:{SECRET}/and/more@winds/v3": "--store: credentials .* give them in the environment",
+    f"--store https://winds/v3?X-Amz-Signature={SECRET}": "--store: credentials .* give them in the env",
+    f"--store https://winds/v3#token={SECRET}": "--store: credentials .* give them in the environment",
+    f"--store https://[{SECRET}@winds/v3": "--store: credentials .* give them in the environment",
+    f"--resume s3://me:{SECRET}@winds/last.ckpt": "--resume: credentials .* give them in the environment",
+    f"--endpoint https://me:{SECRET}@localhost": "--endpoint: credentials .* give them in the environment",
     "--start-method fork": "--start-method fork: .*; give forkserver or spawn",
     "--variables nope": rf"--variables nope: .* not in the store .*; there are {U} \(time, latitude, long",
     "--train-times 2001 2002": "--train-times 2001 2002: no times; give dates of 1982-01-01 to 1992-12-31",
     "--train-times 1982 1990": "--validation-times 1990 1990: shares times with --train-times 1982 1990; give dates of ",
-    "--patch-size 12": "--patch-size 12: too small; give at least 16",
+    "--patch-size 12": "argument --patch-size: 12: too small; give at least 16",
     "--patch-size 18": "--patch-size 18: the grid is 37 x 72; give a multiple of 4 from 16 to 36",
     "--patch-size 40": "--patch-size 40: the grid is 37 x 72; give a multiple of 4 from 16 to 36",
 }

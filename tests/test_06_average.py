@@ -23,14 +23,20 @@ def test_an_average_of_decay_0_is_the_weights_and_others_differ(
     """Both are measured at each validation, and training goes on with the weights themselves."""
     import climatology
     import moving_average
-    import train
 
     monkeypatch.setattr(climatology, "KEPT", tmp_path / "kept")
-    monkeypatch.setattr(train, "EVAL_SAMPLES", 8)
     monkeypatch.setattr(moving_average, "DECAYS", (0, 0.9))
     monkeypatch.setattr(moving_average, "SEEDS", (0, 1))
     store = make_small_store(tmp_path / "winds.zarr")
-    flags = [*FLAGS.split(), "--store", str(store), "--output-dir", str(tmp_path / "run")]
+    flags = [
+        *FLAGS.split(),
+        "--store",
+        str(store),
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--eval-samples",
+        "8",
+    ]
     rows = moving_average.main(flags)
     assert [row["step"] for row in rows] == [2, 4]
     for row in rows:

@@ -248,7 +248,7 @@ def test_a_checkpoint_of_other_bytes_or_another_run_is_refused(tmp_path: Path, l
     from checkpoints import CheckpointFolder
     from errors import CheckpointError
     from options import parse_options
-    from resume import find_start
+    from resume import find_start, load_whole, make_start
 
     run = shutil.copytree(undisturbed(1), tmp_path / "run")
     folder = CheckpointFolder(str(run / "checkpoints"))
@@ -264,6 +264,11 @@ def test_a_checkpoint_of_other_bytes_or_another_run_is_refused(tmp_path: Path, l
         find_start(folder, str(newest), options)
     with pytest.raises(CheckpointError, match="has --seed 0, not 1; give --seed that, or no --resume"):
         find_start(folder, "last", options | {"seed": 1})
+    of_old = load_whole(folder, "step_00000010.ckpt")
+    assert make_start("old", of_old, options).step == 10
+    del of_old["datamodule_hyper_parameters"]["level"]  # None here, which is not the same as unknown
+    with pytest.raises(CheckpointError, match="does not say its --level; give no --resume"):
+        make_start("old", of_old, options)
     with pytest.MonkeyPatch.context() as patch:  # what cannot be read now is not damaged
         patch.setattr(CheckpointFolder, "read", MagicMock(side_effect=OSError("Input/output error")))
         with pytest.raises(CheckpointError, match="cannot be read now: Input/output error; try again"):

@@ -44,11 +44,9 @@ def stub(tmp_path: Path):
 
 def parse(flags: list[str]) -> Namespace:
     """What chapter 6's parser makes of flags; it exits at one that it does not know."""
-    import checks
     import options
 
     args = options.make_parser("").parse_args(flags)
-    checks.check_numbers(vars(args))
     assert args.resume == "auto"
     return args
 
@@ -163,7 +161,9 @@ def test_each_node_starts_train_py_with_its_rank_and_the_place_to_meet(starter, 
     flags = parse(given[5:])
     assert (flags.devices, flags.num_nodes) == (8, 2)
     checks.set_slots(flags)  # exits if the batch is too small for the ranks
-    checks.check_store(flags.store, flags.checkpoint_dir, None, None)
+    checks.check_secrets(flags, "store", "checkpoint_dir")
+    checks.check_store("--store", flags.store)
+    checks.check_server(flags, "checkpoint_dir")
     reserved = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}  # with these Lightning would start no processes itself
     assert not reserved & environment.keys()
 

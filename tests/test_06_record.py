@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import book
@@ -70,37 +71,151 @@ def test_the_command_line_of_a_record_gives_its_options(record: dict) -> None:
     assert "--patches-per-block" not in command  # a default
 
 
-def test_flags_after_the_file_win_and_what_it_lacks_has_its_default(tmp_path: Path) -> None:
-    import options
+@pytest.fixture
+def give(tmp_path: Path) -> Callable:
+    """Call it with what a file of options holds, and flags beside it: the options that come of it."""
 
-    (tmp_path / "mine.yaml").write_text("max_steps: 7\nseed: 5\nlevel: 850\ntest_times: [1991, 1991]\n")
-    flags = ["--config", str(tmp_path / "mine.yaml"), "--seed", "6", "--output-dir", str(tmp_path)]
-    given = options.parse_options("", flags)
-    assert (given.max_steps, given.seed, given.level) == (7, 6, "850")
-    assert given.test_times == ["1991", "1991"]
-    assert given.batch_size == options.make_parser("").parse_args([]).batch_size
+    def parse(content: object, *flags: str, before: tuple[str, ...] = ()):
+        from options import parse_options
+
+        file = tmp_path / "mine.json"
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        flags = (*before, "--config", str(file), "--output-dir", str(tmp_path), *flags)
+        return parse_options("", list(flags))
+
+    return parse
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("max_steps: many", "max_steps"),
-        ("max_stepz: 4", "max_stepz"),
-        ("padding: round", "round"),
-        ("[1, 2", "config"),
-        ("max_steps: 0", "--max-steps 0"),
-    ],
-)
+def test_flags_win_over_the_file_and_what_it_lacks_has_its_default(give: Callable) -> None:
+    from options import Options
+
+    content = {"max_steps": 7, "seed": 5, "level": 850, "test_times": [1991, 1991], "anonymous": True}
+    for given in (give(content, "--seed", "6"), give(content, before=("--seed", "6"))):
+        assert (given.max_steps, given.seed, given.level) == (7, 6, "850")
+        assert given.test_times == ["1991", "1991"]
+        assert given.anonymous is True
+        assert given.batch_size == Options().batch_size
+    assert give(content, "--no-anonymous").anonymous is False
+
+
+def test_each_kind_of_value_is_what_the_flag_would_make_of_it(give: Callable) -> None:
+    from options import Options
+
+    one = {"variables": "u", "level": "--overwrite", "max_hours": 2, "loggers": ["CSVLogger"], "seed": "3"}
+    given = give(one)
+    assert (given.variables, given.level, given.loggers) == (["u"], "--overwrite", ["CSVLogger"])
+    assert (given.max_hours, given.seed, given.overwrite) == (2.0, 3, False)
+    assert give({"variables": ["u", "v"], "count_requests": False}).count_requests is False
+    nothing = give({"variables": None, "overwrite": None, "max_hours": None, "seed": None})
+    assert (nothing.variables, nothing.overwrite) == (Options().variables, False)
+    assert (nothing.max_hours, nothing.seed) == (None, 0)
+
+
+def test_a_later_file_wins_over_an_earlier_one(give: Callable, tmp_path: Path) -> None:
+    first = tmp_path / "first.json"
+    first.write_text('{"seed": 1, "keep": 9}')
+    given = give({"seed": 2}, before=("--config", str(first)))
+    assert (given.seed, given.keep) == (2, 9)
+
+
+NO_FILE = {  # what a file of options holds, and what the last line names
+    '{"max_steps": "many"}': ("--max-steps", "many"),
+    '{"max_steps": 0}': ("--max-steps", "0", "at least 1"),
+    '{"max_steps": 4.0}': ("--max-steps", "4.0"),
+    '{"learning_rate": NaN}': ("--learning-rate", "nan"),
+    '{"learning_rate": 1e999}': ("--learning-rate", "inf"),
+    '{"padding": "round"}': ("--padding", "round"),
+    '{"loggers": "NoLogger"}': ("--loggers", "NoLogger"),
+    '{"test_times": 1991}': ("--test-times", "2"),
+    '{"variables": []}': ("--variables",),
+    '{"store": 5}': ("--store", "5", "no such folder"),
+    '{"max_stepz": 4}': ("mine.json", "max_stepz"),
+    '{"config": "mine.json"}': ("mine.json", "config"),
+    '{"overwrite": "no"}': ("mine.json", "overwrite", "'no'", "true or false"),
+    '{"overwrite": 1}': ("mine.json", "overwrite", "1", "true or false"),
+    '{"overwrite": [true]}': ("mine.json", "overwrite", "true or false"),
+    '{"seed": true}': ("mine.json", "seed", "True"),
+    '{"seed": [1]}': ("mine.json", "seed", "[1]"),
+    '{"variables": {"u": 1}}': ("mine.json", "variables", "{'u': 1}"),
+    '{"variables": [["u"]]}': ("mine.json", "variables", "[['u']]"),
+    '{"variables": ["u", null]}': ("mine.json", "variables", "None"),
+    '{"variables": ["u", "--overwrite"]}': ("mine.json", "variables", "dash"),
+    '{"store": "a\\nb"}': ("mine.json", "store", "one line"),
+    '{"data": {"store": "a"}}': ("mine.json", "data"),
+    "max_steps: 4": ("mine.json", "no JSON"),
+    "[1, 2": ("mine.json", "no JSON"),
+    "[1, 2]": ("mine.json", "no object"),
+    "": ("mine.json", "no JSON"),
+    "[" * 100_000: ("mine.json", "no JSON"),
+    '{"seed": 1}' + " " * 10**6: ("mine.json", "megabyte"),
+}
+
+
+@pytest.mark.parametrize("text", NO_FILE, ids=lambda text: text[:40])
 def test_a_bad_file_is_refused_in_a_line(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, give: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import options
-
-    (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(SystemExit) as error:
-        options.parse_options("", ["--config", str(tmp_path / "bad.yaml"), "--output-dir", str(tmp_path)])
+        give(text)
     assert error.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    last = capsys.readouterr().err.splitlines()[-1]
+    for word in NO_FILE[text]:
+        assert word in last, last
+
+
+@pytest.mark.parametrize("name", ["nowhere.json", "."])
+def test_a_file_that_cannot_be_read_is_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from options import parse_options
+
+    with pytest.raises(SystemExit) as error:
+        parse_options("", ["--config", str(tmp_path / name)])
+    assert error.value.code == 2
+    assert f"--config {tmp_path / name}: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_switch_that_is_no_switch_deletes_nothing(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "overwrite": "no" once counted as true."""
+    import train
+
+    run = shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "mine.json").write_text('{"overwrite": "no"}')
+    before = sorted((run / "checkpoints").iterdir())
+    with pytest.raises(SystemExit) as error:
+        train.main(["--config", str(tmp_path / "mine.json"), "--output-dir", str(run)])
+    assert error.value.code == 2
+    assert sorted((run / "checkpoints").iterdir()) == before != []
+
+
+SECRET = "5e4d5ec4e7"
+
+
+URLS = [
+    ("resume", f"s3://KEY:{SECRET}@bucket/step_00000002.ckpt"),
+    ("resume", f"https://bucket/step_00000002.ckpt?sig={SECRET}"),
+    ("checkpoint_dir", f"s3://KEY:{SECRET}@bucket/run"),
+    ("store", f"https://bucket/winds#token={SECRET}"),
+    ("store", f"s3://KEY:{SECRET}/+x@bucket/winds"),
+]
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize(("name", "url"), URLS)
+def test_credentials_in_a_url_are_refused(
+    name: str, url: str, in_file: bool, give: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The record of the run would have them, and so would each checkpoint."""
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(SystemExit) as error:
+        give({name: url}) if in_file else give({}, flag, url)
+    assert error.value.code == 2
+    said = capsys.readouterr().err
+    assert SECRET not in said
+    assert flag in said.splitlines()[-1]
+    assert "environment" in said.splitlines()[-1]
 
 
 # --------------------------------------------------------------------------------------------- what it holds

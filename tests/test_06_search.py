@@ -33,12 +33,10 @@ def more_rooms(rooms) -> Iterator[None]:
 
 
 @pytest.fixture
-def options(local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import train
+def options(local: list[str], tmp_path: Path):
     from options import parse_options
 
-    monkeypatch.setattr(train, "EVAL_SAMPLES", 8)
-    return parse_options("", [*SMALL, *local, "--output-dir", str(tmp_path / "run")])
+    return parse_options("", [*SMALL, *local, "--output-dir", str(tmp_path / "run"), "--eval-samples", "8"])
 
 
 @pytest.fixture

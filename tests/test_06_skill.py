@@ -40,6 +40,7 @@ def test_the_final_model_is_a_quarter_below_the_interpolated_anomalies(
     from data import Grid, PatchDataset
     from fields import split_times
     from maps import load_model
+    from options import Options
     from store import FieldReader, Location
 
     monkeypatch.setattr(climatology, "KEPT", tmp_path)
@@ -52,7 +53,7 @@ def test_the_final_model_is_a_quarter_below_the_interpolated_anomalies(
     training, test = split_times(fields.time, spans)
     means = climatology.load_climatology(reader, training, options["train_times"])
     grid = Grid(fields.latitude.values, fields.longitude.values)
-    count, seed = evaluation.EVAL_SAMPLES, evaluation.EVAL_SEED
+    count, seed = Options().eval_samples, evaluation.EVAL_SEED
     patches = PatchDataset(reader.read_at_once, grid, test, means, 64, count, seed)
     baseline = evaluation.baselines(patches, model.hparams.units)[evaluation.BASELINE]["m/s"]
 

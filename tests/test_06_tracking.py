@@ -216,10 +216,10 @@ def test_a_logger_that_is_not_there_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import checks
+    import options
     import train
 
-    monkeypatch.setattr(checks, "find_spec", lambda package: package != "wandb" or None)
+    monkeypatch.setattr(options, "find_spec", lambda package: package != "wandb" or None)
     with pytest.raises(SystemExit) as ended:
         train.main(["--loggers", "CSVLogger", name, "--output-dir", str(tmp_path)])
     assert ended.value.code == 2
@@ -228,8 +228,8 @@ def test_a_logger_that_is_not_there_is_refused(
 
 
 def test_every_logger_of_lightning_may_be_given() -> None:
-    from checks import LOGGERS
     from lightning.pytorch import loggers
+    from options import LOGGERS
 
     assert LOGGERS.keys() == set(loggers.__all__) - {"Logger"}
 
