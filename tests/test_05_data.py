@@ -42,9 +42,11 @@ pytestmark = [  # of which train.py shows none, either
 @pytest.fixture(scope="module", autouse=True)
 def rooms() -> Iterator[None]:
     """The chapter's modules, under their own names while these tests run."""
-    global climatology, data, errors, evaluation, fields, model, options, sampling, store, train
+    global climatology, clock, data, errors, evaluation, fields, model, options, sampling, store
+    global store_climatology, train
     with book.rooms("05_model_profiling"):
         import climatology
+        import clock
         import data
         import errors
         import evaluation
@@ -53,6 +55,7 @@ def rooms() -> Iterator[None]:
         import options
         import sampling
         import store
+        import store_climatology
         import train
 
         yield
@@ -68,15 +71,15 @@ def chapter_4() -> ModuleType:
 def apart(rooms: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Sampled climatologies stay apart from a reader's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(climatology, "KEPT", tmp_path_factory.mktemp("kept"))
+        patch.setattr(options, "OUTPUTS", tmp_path_factory.mktemp("outputs"))
         yield
 
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which sampled climatologies are kept during a test."""
-    monkeypatch.setattr(climatology, "KEPT", tmp_path / "kept")
-    return tmp_path / "kept"
+    monkeypatch.setattr(options, "OUTPUTS", tmp_path / "kept")
+    return tmp_path / "kept/climatology"
 
 
 # ------------------------------------------------------------------------------ a made-up store
@@ -162,7 +165,8 @@ def flags_for(path: Path, names: tuple[str, ...] = ("u", "v")) -> list[str]:
 def make_data(path: Path, names: tuple[str, ...] = ("u", "v"), *flags: str):
     """The data module that train.py makes of a store."""
     parsed = options.parse_options("", [*flags_for(path, names), *flags])
-    return train.make_data(parsed, store.Location(str(path)), first_step=0)
+    made = train.make_data(parsed, store.Location(str(path)))
+    return train.make_datamodule(parsed, made, first_step=0)
 
 
 def patches_of_chapter_4(chapter_4: ModuleType, path: Path, names: tuple[str, ...] = ("u", "v")) -> tuple:
@@ -187,7 +191,7 @@ def sampled_by_chapter_4(chapter_4: ModuleType, kept: Path, tmp_path: Path, monk
     monkeypatch.setattr(chapter_4, "run_make_store", lambda *flags: make_store.main(list(flags)))
     monkeypatch.setattr(chapter_4, "CLOUD", tmp_path / "cloud")
     monkeypatch.setitem(sys.modules, "train", chapter_4)
-    for script in (make_store, climatology):
+    for script in (make_store, store_climatology):
         monkeypatch.setattr(script, "TIMES_A_MONTH", 3)
 
 
@@ -201,10 +205,10 @@ def test_the_patches_that_judge_are_those_of_chapter_4(chapter_4, folder: Path) 
         for place, one, other in zip(places, mine.__getitems__(places), theirs.__getitems__(places)):
             assert_same(one, other)
             patch = mine.patch(*place)
-            assert mine.period.dates[patch.time] == theirs.times[theirs.sample(*place)[0]]
+            assert mine.maker.period.dates[patch.time] == theirs.times[theirs.sample(*place)[0]]
             crossing += patch.column > COLUMNS - SIZE
             masked += (one["input"][-1] + one["unseen"][0] == 0).any()
-        assert mine.std.dtype == theirs.std.dtype
+        assert mine.maker.std.dtype == theirs.std.dtype
     assert min(crossing, masked) > 10
 
 
@@ -240,7 +244,7 @@ def test_a_swath_is_that_of_chapter_4(chapter_4) -> None:
 
 
 def test_the_climatology_of_a_stores_statistics_is_that_of_chapter_4(chapter_4, folder: Path) -> None:
-    now = make_data(folder / "whole").test
+    now = make_data(folder / "whole").test.maker
     then, *_ = patches_of_chapter_4(chapter_4, folder / "whole")
     np.testing.assert_array_equal(now.mean, then.climatology)
     np.testing.assert_array_equal(now.std, then.std)
@@ -254,7 +258,12 @@ def climatology_of(path: Path, *names: str):
     """The climatology of the training times, as train.py loads it."""
     reader = reader_of(path, *names)
     (training,) = fields.split_times(reader.open().time, {"--train-times": TRAINING})
-    return climatology.load_climatology(reader, training, TRAINING)
+    return load_climatology(reader, training, TRAINING)
+
+
+def load_climatology(reader, training, span: tuple[str, str]):
+    folder = options.OUTPUTS / "climatology"
+    return store_climatology.load_climatology(reader, training, span=span, missing="refuse", folder=folder)
 
 
 def assert_same_climatology(one, other) -> None:
@@ -294,13 +303,13 @@ def test_a_climatology_is_sampled_once_for_each_store(
     """A second run takes the file. A store made anew in the same place, of another grid or values, has another."""
     path = shutil.copytree(folder / "bare", tmp_path / "store")
     first = climatology_of(path)
-    compute = climatology.average_sample
-    monkeypatch.setattr(climatology, "average_sample", lambda *_: pytest.fail("sampled again"))
+    compute = store_climatology.average_sample
+    monkeypatch.setattr(store_climatology, "average_sample", lambda *_: pytest.fail("sampled again"))
     assert_same_climatology(climatology_of(path), first)
 
     shutil.rmtree(path)
     write(path, winds.isel(latitude=slice(2, None)))
-    monkeypatch.setattr(climatology, "average_sample", compute)
+    monkeypatch.setattr(store_climatology, "average_sample", compute)
     assert climatology_of(path).mean.shape == (12, 2, ROWS - 2, COLUMNS)
     assert len(list(kept.glob("*.npz"))) == 2
 
@@ -325,7 +334,7 @@ def test_statistics_fit_the_order_of_the_variables(folder: Path) -> None:
 
 def test_of_two_ranks_that_need_a_climatology_one_samples_it(folder: Path, kept: Path, monkeypatch) -> None:
     """The other begins meanwhile, and waits for the file."""
-    started, results, compute = [], [], climatology.average_sample
+    started, results, compute = [], [], store_climatology.average_sample
 
     def sample(*args):
         if not started:
@@ -337,7 +346,7 @@ def test_of_two_ranks_that_need_a_climatology_one_samples_it(folder: Path, kept:
             started.append("again")
         return compute(*args)
 
-    monkeypatch.setattr(climatology, "average_sample", sample)
+    monkeypatch.setattr(store_climatology, "average_sample", sample)
     first = climatology_of(folder / "bare")
     started[0].join(timeout=60)
     assert len(started) == 1
@@ -352,11 +361,11 @@ def test_months_without_a_training_time_have_no_climatology(folder: Path) -> Non
     training, test = fields.split_times(
         reader.open().time, {"--train-times": span, "--test-times": ("1985", "1985")}
     )
-    found = climatology.load_climatology(reader, training, span)
+    found = load_climatology(reader, training, span)
     assert np.isnan(found.mean[6:]).all()
     assert not np.isnan(found.mean[:6, :, found.valid]).any()
     grid = data.Grid(reader.open().latitude.values, reader.open().longitude.values)
-    dataset = data.PatchDataset(reader.read_at_once, grid, test, found, SIZE, 4, seed=0)
+    dataset = data.PatchDataset(data.PatchMaker(grid, test, found, SIZE), reader, 4, seed=0)
     with pytest.raises(errors.DataError, match=r"on 1985-(0[7-9]|1\d).*give --train-times"):
         dataset.__getitems__([(0, k) for k in range(30)])
 
@@ -414,8 +423,8 @@ def test_a_climatology_that_cannot_be_kept_is_an_error_with_a_remedy(
     folder: Path, tmp_path: Path, monkeypatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(climatology, "KEPT", tmp_path / "file/climatology")
-    with pytest.raises(errors.DataError, match=r"cannot be kept: .*; make the folder writable"):
+    monkeypatch.setattr(options, "OUTPUTS", tmp_path / "file")
+    with pytest.raises(errors.DataError, match=r"--climatology-dir \S+: .* cannot be kept: .*; give"):
         climatology_of(folder / "bare")
 
 
@@ -535,8 +544,8 @@ def test_other_layouts_have_the_same_samples(
     places = [(0, k) for k in range(12)]
     patches = [other.patch(*place) for place in places]
     moved = [patch._replace(column=(patch.column + shift) % COLUMNS) for patch in patches]
-    values = plain.read([plain.region(patch) for patch in moved])
-    expected = plain.make_batch([data.Sample(*each) for each in zip(moved, values)])
+    values = plain.reader.read_at_once([plain.maker.region(patch) for patch in moved])
+    expected = plain.maker.make_batch([data.Sample(*each) for each in zip(moved, values)])
     for k, sample in enumerate(other.__getitems__(places)):
         assert_same(sample, {name: expected[name][k] for name in PARTS})
     crossing = [patch.column > COLUMNS - SIZE for patch in patches]
@@ -736,12 +745,14 @@ def test_the_times_of_a_chunk_are_found(case: str, winds: xr.Dataset, tmp_path: 
     encoding["u"] = {"chunks": chunks} | ({"shards": shards} if shards else {})
     write(tmp_path / "store", stored.rename(time=name), encoding=encoding)
     expected = chunks[order.split().index("time")]
-    assert fields.times_per_chunk(opened(tmp_path / "store", "u", "v", "temperature")) == expected
-    assert fields.times_per_chunk(opened(tmp_path / "store", "v", "temperature")) == 1
+    for names, times in ((["u", "v", "temperature"], expected), (["v", "temperature"], 1)):
+        reader = reader_of(tmp_path / "store", *names)
+        reader.open()
+        assert reader.times_per_chunk == times
 
 
 def test_fields_that_are_in_no_store_have_one_time_a_chunk(winds: xr.Dataset) -> None:
-    assert fields.times_per_chunk(winds) == 1
+    assert store.count_times_per_chunk(winds, ["u", "v"]) == 1
 
 
 # ------------------------------------------------------------------------------ periods
@@ -829,8 +840,7 @@ def test_an_integer_time_axis_is_refused(units: str, first: int, winds: xr.Datas
 def test_times_that_an_epoch_leaves_out_are_said(patches_per_block: int, folder: Path, capsys) -> None:
     """A chunk has eight times."""
     flags = [*flags_for(folder / "whole"), "--patches-per-block", str(patches_per_block)]
-    parsed = options.parse_options("", flags)
-    train.make_data(parsed, store.Location(parsed.store), first_step=0)
+    make_data(folder / "whole", ("u", "v"), *flags)
     note = "note: a chunk has 8 times, of which an epoch uses --patches-per-block 4"
     assert (note in capsys.readouterr().err) == (patches_per_block == 4)
 
@@ -891,10 +901,10 @@ def test_a_cut_chunk_is_named_by_variable_and_date(folder: Path, winds: xr.Datas
     chunk = path / "u/c/3/0/1"
     chunk.write_bytes(chunk.read_bytes()[:1000])
     dataset = make_data(path).test
-    dataset.period = SimpleNamespace(positions=np.array([30]))
-    region = dataset.region(sampling.Patch(0, 0, 30, None))
+    dataset.maker.period = SimpleNamespace(positions=np.array([30]))
+    region = dataset.maker.region(sampling.Patch(0, 0, 30, None))
     with pytest.raises(errors.DataError, match=f"u of {str(winds.time.values[30])[:16]}: \\S"):
-        dataset.read([region])
+        dataset.reader.read_at_once([region])
 
 
 # ------------------------------------------------------------------------------ servers
@@ -977,9 +987,9 @@ def test_a_web_server_serves_a_store(way: str, server: Server, folder: Path) -> 
     region = {"time": 5, "latitude": slice(2, 9), "longitude": np.array([38, 39, 0, 1])}
     expected = reader_of(folder / "bare").read_at_once([region])
     np.testing.assert_array_equal(reader.read_at_once([region]), expected)
-    assert climatology.read_statistics(reader, "u_v_1982_1983") is None
+    assert store_climatology.read_statistics(reader, "u_v_1982_1983") is None
     own = store.FieldReader(server.location(way, "whole"), ["u", "v"])
-    assert climatology.read_statistics(own, "u_v_1982_1983").valid.any()
+    assert store_climatology.read_statistics(own, "u_v_1982_1983").valid.any()
 
 
 def test_a_web_server_is_not_asked_to_list_a_store(server: Server) -> None:
@@ -1115,7 +1125,7 @@ def test_a_pickled_reader_opens_the_store_anew(folder: Path, connected: list) ->
     sent = pickle.loads(pickle.dumps(reader))
     assert (sent.fields, sent.store) == (None, None)
     assert sent.location == reader.location
-    assert sent.traffic() == (0, 0, 0)
+    assert sent.traffic.counts() == (0, 0, 0)
     np.testing.assert_array_equal(sent.read("v", {"time": 3}), values)
     assert len(connected) == 2
     assert sent.store is not reader.store
@@ -1134,9 +1144,9 @@ def test_what_the_training_reads_is_counted_and_nothing_else(folder: Path) -> No
     """Neither opening the store, nor the climatology, nor what validation reads meanwhile."""
     made = make_data(folder / "whole")
     blocks = made.blocks
-    assert blocks.reader.traffic() == (0, 0, 0)
+    assert blocks.reader.traffic.counts() == (0, 0, 0)
     assert len(made.validation.__getitems__([(0, k) for k in range(3)])) == 3
-    assert blocks.reader.traffic() == (0, 0, 0)
+    assert blocks.reader.traffic.counts() == (0, 0, 0)
 
     samples = blocks.read_block(2, np.random.default_rng(0))
     objects = [folder / f"whole/{name}/c/2/0/{column}" for name in ("u", "v") for column in (0, 1)]
@@ -1145,14 +1155,14 @@ def test_what_the_training_reads_is_counted_and_nothing_else(folder: Path) -> No
     assert blocks.make_batch(samples[:3])["traffic"].tolist() == [0, 0, 0, 3]
     blocks.read_block(2, np.random.default_rng(0))
     assert blocks.make_batch(samples)["traffic"].tolist() == [OBJECTS, size, 0, len(samples)]
-    assert blocks.reader.traffic() == (2 * OBJECTS, 2 * size, 0)
+    assert blocks.reader.traffic.counts() == (2 * OBJECTS, 2 * size, 0)
 
 
 def test_a_request_that_finds_nothing_is_counted(winds: xr.Dataset, tmp_path: Path) -> None:
     reader = reader_of(write_with("NaN", winds, tmp_path / "store"), "v")
     reader.read("v", {"time": 8})
     size = (tmp_path / "store/v/c/1/0/0").stat().st_size
-    assert reader.traffic() == (2, size, 1)
+    assert reader.traffic.counts() == (2, size, 1)
 
 
 def test_the_cost_of_a_sample_is_that_of_all_training_batches() -> None:
@@ -1238,7 +1248,8 @@ def make_dataset(winds: xr.Dataset, statistics: xr.Dataset) -> Callable:
         def read(regions: list[dict]) -> np.ndarray:
             return np.stack([arrays[at["time"]][:, at["latitude"]][..., at["longitude"]] for at in regions])
 
-        return data.PatchDataset(read, grid, period, found, SIZE, batch_size, seed)
+        maker = data.PatchMaker(grid, period, found, SIZE)
+        return data.PatchDataset(maker, SimpleNamespace(read_at_once=read), batch_size, seed)
 
     return make
 
@@ -1259,7 +1270,7 @@ def test_a_sample_depends_on_nothing_but_seed_step_and_k(make_dataset) -> None:
 @pytest.mark.parametrize("batch_size", [4, 7])
 def test_an_epoch_has_each_time_once_and_the_next_in_another_order(batch_size: int, make_dataset) -> None:
     dataset = make_dataset(batch_size=batch_size)
-    n = len(dataset.period.dates)
+    n = len(dataset.maker.period.dates)
     drawn = [dataset.patch(*divmod(i, batch_size)).time for i in range(3 * n)]
     epochs = [drawn[start : start + n] for start in (0, n, 2 * n)]
     assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
@@ -1288,9 +1299,9 @@ def test_a_batch_is_that_of_a_plain_sum(make_dataset, winds: xr.Dataset, statist
     """Anomalies in units of their spread, seen under the swaths, nothing in masked cells, weights cos(latitude)."""
     dataset = make_dataset()
     patches = [dataset.patch(3, k) for k in range(60)]
-    regions = [dataset.region(patch) for patch in patches]
-    values = dataset.read(regions)
-    batch = dataset.make_batch([data.Sample(*each) for each in zip(patches, values)])
+    regions = [dataset.maker.region(patch) for patch in patches]
+    values = dataset.reader.read_at_once(regions)
+    batch = dataset.maker.make_batch([data.Sample(*each) for each in zip(patches, values)])
     assert {name: batch[name].dtype.name for name in PARTS} == dict.fromkeys(PARTS, "float32")
     assert [batch[name].shape[1] for name in PARTS] == [3, 2, 1, 1]
     crossing = masked = 0
@@ -1299,7 +1310,7 @@ def test_a_batch_is_that_of_a_plain_sum(make_dataset, winds: xr.Dataset, statist
             "latitude": np.arange(row, row + SIZE),
             "longitude": np.arange(column, column + SIZE) % COLUMNS,
         }
-        map_of_time = winds[["u", "v"]].sel(time=dataset.period.dates[time])
+        map_of_time = winds[["u", "v"]].sel(time=dataset.maker.period.dates[time])
         mean = statistics.sel(month=map_of_time.time.dt.month)
         anomaly = (map_of_time - mean).isel(there).to_dataarray().values
         anomaly /= np.array([statistics[name].attrs["std"] for name in "uv"])[:, None, None]
@@ -1322,8 +1333,8 @@ def test_a_batch_is_that_of_a_plain_sum(make_dataset, winds: xr.Dataset, statist
 def test_the_poles_have_no_negative_weight(winds: xr.Dataset, make_dataset) -> None:
     """Where cos(90 degrees) is below 0 by rounding."""
     dataset = make_dataset()
-    dataset.grid = data.Grid(np.deg2rad(1) * np.arange(ROWS) + 90, dataset.grid.longitude)
-    assert (dataset.cell_weights([dataset.patch(0, k) for k in range(4)]) == 0).all()
+    dataset.maker.grid = data.Grid(np.deg2rad(1) * np.arange(ROWS) + 90, dataset.maker.grid.longitude)
+    assert (dataset.maker.cell_weights([dataset.patch(0, k) for k in range(4)]) == 0).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -1335,7 +1346,7 @@ def test_a_value_that_is_not_finite_is_named_by_variable_and_date(
     hole.v[40, :, :] = value
     hole.u[41, *GAP] = value
     dataset = make_dataset(hole)
-    n = len(dataset.period.dates)
+    n = len(dataset.maker.period.dates)
     times = {dataset.patch(*divmod(i, 4)).time: divmod(i, 4) for i in range(n)}
     cause = "NaN: a value or a chunk is missing; give --missing mask" if np.isnan(value) else "infinity"
     with pytest.raises(errors.DataError, match=f"v on {str(winds.time.values[40])[:16]}: {cause}"):
@@ -1438,14 +1449,14 @@ def test_the_example_shows_truth_swaths_fill_and_error(names: tuple, unit: str, 
     figure = evaluation.plot_example(dataset, units, network)
 
     patch, sample = dataset.patch(0, 0), dataset[0, 0]
-    mean = dataset.cut(dataset.mean[dataset.period.months[patch.time]], patch)
+    mean = dataset.maker.cut(dataset.maker.mean[dataset.maker.period.months[patch.time]], patch)
     unseen = sample["unseen"][0] > 0
-    error = np.where(unseen, dataset.std * (0.5 - sample["target"]), 0)
-    truth = mean + dataset.std * sample["target"]
+    error = np.where(unseen, dataset.maker.std * (0.5 - sample["target"]), 0)
+    truth = mean + dataset.maker.std * sample["target"]
     show = np.linalg.norm if len(names) == 2 else lambda maps, axis: maps[0]
     truth, filled, error = (show(maps, axis=0) for maps in (truth, truth + error, error))
     assert unseen.any()
-    assert str(dataset.period.dates[patch.time])[:10] in figure.get_suptitle()
+    assert str(dataset.maker.period.dates[patch.time])[:10] in figure.get_suptitle()
     panels = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
     shown = {title: np.ma.masked_invalid(axes.collections[0].get_array()) for title, axes in panels.items()}
     expected = {
@@ -1462,7 +1473,7 @@ def test_the_example_shows_truth_swaths_fill_and_error(names: tuple, unit: str, 
         assert axes.xaxis.get_major_formatter()(270, 0) == "90 °W"
         assert axes.yaxis.get_major_formatter()(-30, 0) == "30 °S"
         low, high = axes.get_ylim()
-        rows = dataset.grid.latitude[[patch.row, patch.row + SIZE - 1]]
+        rows = dataset.maker.grid.latitude[[patch.row, patch.row + SIZE - 1]]
         assert low <= rows[0] < rows[1] <= high
     assert [axes.get_ylabel() for axes in figure.axes if not axes.get_title()] == [unit] * 4
 
@@ -1471,24 +1482,30 @@ TIMES = {  # seconds of each wait and each work, micro-batches of a step, sample
     "several steps": ([9, 1, 1, 1], [20, 3, 3, 3], 1, 8 * 3 / 12, 0.25),
     "in micro-batches": ([9, 9, 1, 1, 1, 1], [20, 9, 2, 2, 2, 2], 2, 8 * 2 / 12, 1 / 3),
     "no waiting": ([9, 0, 0], [20, 4, 4], 1, 2.0, 0),
-    "a wait beyond the last step": ([9, 1, 1, 7], [20, 3, 3], 1, 8 * 2 / 8, 0.25),
 }
 
 
 def clock_of(waits: list, works: list, accumulate: int, monkeypatch: pytest.MonkeyPatch):
     """A clock that saw these seconds pass, and a validation of 100 s after each batch."""
     now = [0.0]
-    monkeypatch.setattr(evaluation, "perf_counter", lambda: now[0])
-    profiler = SimpleNamespace(recorded_durations={evaluation.WAIT: waits})
-    trainer = SimpleNamespace(accumulate_grad_batches=accumulate, profiler=profiler)
-    clock = evaluation.StepClock()
-    clock.on_train_start(trainer, None)
-    for wait, work in zip(waits, works):
-        now[0] += wait + work
-        clock.on_train_batch_end(trainer, None, None, None, 0)
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+
+    class Slow(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            for number, wait in enumerate(waits):
+                now[0] += wait
+                yield number
+
+    loader = clock.TimedLoader(Slow(), batch_size=None)
+    trainer = SimpleNamespace(accumulate_grad_batches=accumulate, train_dataloader=loader)
+    made = clock.StepClock()
+    made.on_train_start(trainer, None)
+    for work, _ in zip(works, loader):
+        now[0] += work
+        made.on_train_batch_end(trainer, None, None, None, 0)
         now[0] += 100
-        clock.on_validation_end(trainer, None)
-    return clock
+        made.on_validation_end(trainer, None)
+    return made
 
 
 @pytest.mark.parametrize("case", TIMES)

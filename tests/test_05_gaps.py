@@ -36,18 +36,18 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def rooms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The chapter's modules, under their own names while these tests run; few patches judge a run."""
-    global climatology, errors, evaluation, fields, model, options, plot_example, store, train
+    global store_climatology, errors, evaluation, fields, model, options, plot_example, store, train
     with book.rooms("05_model_profiling"), pytest.MonkeyPatch.context() as patch:
-        import climatology
         import errors
         import evaluation
         import fields
         import model
         import options
         import store
+        import store_climatology
         import train
 
-        patch.setattr(climatology, "KEPT", tmp_path_factory.mktemp("kept"))
+        patch.setattr(options, "OUTPUTS", tmp_path_factory.mktemp("outputs"))
         plot_example = evaluation.plot_example
         patch.setattr(evaluation, "plot_example", lambda *_: Figure())  # drawing takes longer than training
         yield
@@ -133,7 +133,8 @@ def run(path: Path, output: Path, *flags: object) -> dict:
 
 def make_data(path: Path, *flags: object):
     parsed = options.parse_options("", flags_for(path, *flags))
-    return train.make_data(parsed, store.Location(str(path), missing_chunks=parsed.missing_chunks), 0)
+    location = store.Location(str(path), missing_chunks=parsed.missing_chunks)
+    return train.make_datamodule(parsed, train.make_data(parsed, location), 0)
 
 
 @pytest.fixture
@@ -171,9 +172,9 @@ class ByHand:
         self.std = np.nanstd(np.concatenate(anomalies), axis=(0, 2, 3))
         self.rows = np.deg2rad(winds.latitude.values)
 
-    def cut(self, dataset, patch) -> tuple[np.ndarray, ...]:
+    def cut(self, maker, patch) -> tuple[np.ndarray, ...]:
         """Of a patch: normalised anomalies, NaN where absent; mean; unseen cells; cos(latitude)."""
-        time = dataset.period.positions[patch.time]
+        time = maker.period.positions[patch.time]
         rows = np.arange(patch.row, patch.row + SIZE)
         columns = np.arange(patch.column, patch.column + SIZE) % COLUMNS
         at = np.ix_([0, 1], rows, columns)
@@ -182,11 +183,11 @@ class ByHand:
         present = ~np.isnan(anomaly[0])
         return anomaly, mean, present & ~patch.seen, present & patch.seen, np.cos(self.rows[rows])[:, None]
 
-    def squares(self, network, dataset, patches: list) -> tuple[np.ndarray, float, float]:
+    def squares(self, network, maker, patches: list) -> tuple[np.ndarray, float, float]:
         """Sums over unseen, present cells: of weighted squares of each variable, of weights, and how many."""
         total, weights, count = np.zeros(2), 0.0, 0
         for patch in patches:
-            anomaly, _, unseen, seen, weight = self.cut(dataset, patch)
+            anomaly, _, unseen, seen, weight = self.cut(maker, patch)
             inputs = np.concatenate([np.where(seen, anomaly, 0), seen[None]]).astype("float32")
             with torch.no_grad():
                 answer = network(torch.from_numpy(inputs)[None])[0].double().numpy()
@@ -222,9 +223,9 @@ def test_the_loss_is_that_of_a_plain_sum_over_present_unseen_cells(
         read, number = data.order.address(0, k)
         samples = data.blocks.read_block(data.order.block(read), data.order.rng(read))
         patches.append(samples[number].patch)
-    np.testing.assert_allclose(data.test.std.ravel(), by_hand.std, rtol=1e-6)
-    network = model.FillGaps(data.test.std.ravel().tolist(), {"m/s": [0, 1]}, 6e-3, STEPS, 0).model
-    total, _, count = by_hand.squares(network, data.blocks.dataset, patches)
+    np.testing.assert_allclose(data.test.maker.std.ravel(), by_hand.std, rtol=1e-6)
+    network = model.FillGaps(data.test.maker.std.ravel().tolist(), {"m/s": [0, 1]}, 6e-3, STEPS, 0).model
+    total, _, count = by_hand.squares(network, data.blocks.maker, patches)
     assert runs.losses(masked_run[0])[0] == pytest.approx(total.sum() / 2 / count, rel=1e-5)
 
 
@@ -236,14 +237,14 @@ def test_the_rmse_is_that_of_a_plain_sum_over_present_unseen_cells(
     by_hand, data = ByHand(gappy), make_data(folder / "gappy", "--missing", "mask")
     patches = [data.test.patch(0, k) for k in range(EVAL_SAMPLES)]
     trained = model.FillGaps.load_from_checkpoint(output / "last.ckpt", weights_only=True).eval().cpu()
-    total, weights, _ = by_hand.squares(trained.model, data.test, patches)
+    total, weights, _ = by_hand.squares(trained.model, data.test.maker, patches)
     expected = by_hand.std * np.sqrt(total / weights)
     found = [metrics["rmse"]["U-Net"][name] for name in "uv"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
     squares = np.zeros(2)
     for patch in patches:
-        anomaly, _, unseen, _, weight = by_hand.cut(data.test, patch)
+        anomaly, _, unseen, _, weight = by_hand.cut(data.test.maker, patch)
         squares += (weight * np.where(unseen, anomaly, 0) ** 2).sum(axis=(1, 2))
     expected = by_hand.std * np.sqrt(squares / weights)
     found = [metrics["rmse"]["climatology"][name] for name in "uv"]
@@ -292,9 +293,9 @@ def test_the_block_loader_brings_the_same_samples_as_single_reads(folder: Path) 
     data = make_data(folder / "gappy", "--missing", "mask")
     samples = data.blocks.read_block(7, np.random.default_rng(0))
     one = data.blocks.make_batch(samples)
-    dataset = data.blocks.dataset
-    values = dataset.read([dataset.region(sample.patch) for sample in samples])
-    other = dataset.make_batch([sample._replace(values=each) for sample, each in zip(samples, values)])
+    maker = data.blocks.maker
+    values = data.data.reader.read_at_once([maker.region(sample.patch) for sample in samples])
+    other = maker.make_batch([sample._replace(values=each) for sample, each in zip(samples, values)])
     for name in other:
         np.testing.assert_array_equal(one[name], other[name])
     assert not np.isnan(one["target"]).any()
@@ -315,7 +316,7 @@ def test_a_time_without_a_value_draws_no_loss(folder: Path, gappy: xr.Dataset, t
     """Nor does it change the picture: that of the first patch in which something is."""
     empty = gappy.copy(deep=True)
     data = make_data(folder / "gappy", "--missing", "mask")
-    first = data.test.period.positions[data.test.patch(0, 0).time]
+    first = data.test.maker.period.positions[data.test.patch(0, 0).time]
     empty.u[first] = np.nan
     data = make_data(write(tmp_path / "empty", empty), "--missing", "mask")
     sample, other = data.test.__getitems__([(0, 0), (0, 1)])
@@ -339,7 +340,7 @@ def test_the_picture_leaves_absent_cells_blank(folder: Path, gappy: xr.Dataset) 
     network = model.UNet(2)
     figure = plot_example(data.test, {"m/s": [0, 1]}, network)
     patch = data.test.patch(0, 0)
-    anomaly, *_ = ByHand(gappy).cut(data.test, patch)
+    anomaly, *_ = ByHand(gappy).cut(data.test.maker, patch)
     absent = np.isnan(anomaly[0])
     assert absent.any()
     shown = {axes.get_title(): axes.collections[0].get_array() for axes in figure.axes if axes.get_title()}
@@ -381,7 +382,8 @@ def climatology_of(path: Path, names: tuple[str, ...] = ("u", "v"), kept: Path |
     """Of what is present at all training times."""
     reader = store.FieldReader(store.Location(str(path)), list(names))
     (training,) = fields.split_times(reader.open().time, {"--train-times": TRAINING})
-    return climatology.load_climatology(reader, training, TRAINING, "mask")
+    folder = options.OUTPUTS / "climatology"
+    return store_climatology.load_climatology(reader, training, span=TRAINING, missing="mask", folder=folder)
 
 
 def test_the_climatology_is_numpys_nanmean_by_month(ships: xr.Dataset, tmp_path: Path) -> None:
@@ -420,9 +422,9 @@ def test_a_cell_is_present_only_if_all_variables_are(ships: xr.Dataset, tmp_path
 def test_a_pass_that_was_stopped_goes_on_where_it_was(ships: xr.Dataset, tmp_path: Path, monkeypatch) -> None:
     """And ends at the same bits; what is in the saved sums is not read again."""
     path = write(tmp_path / "ships", ships, (6, 18, 36))
-    monkeypatch.setattr(climatology, "KEPT", tmp_path / "whole")
+    monkeypatch.setattr(options, "OUTPUTS", tmp_path / "whole")
     whole = climatology_of(path)
-    monkeypatch.setattr(climatology, "KEPT", tmp_path / "stopped")
+    monkeypatch.setattr(options, "OUTPUTS", tmp_path / "stopped")
     read, starts = store.FieldReader.read_at_once, []
 
     def watched(reader, regions: list[dict]) -> np.ndarray:
@@ -435,7 +437,7 @@ def test_a_pass_that_was_stopped_goes_on_where_it_was(ships: xr.Dataset, tmp_pat
     monkeypatch.setattr(store.FieldReader, "read_at_once", watched)
     with pytest.raises(errors.DataError, match="stopped"):
         climatology_of(path)
-    (saved,) = (tmp_path / "stopped").glob("*.sums.npz")
+    (saved,) = (tmp_path / "stopped/climatology").glob("*.sums.npz")
     before = len(starts)
     again = climatology_of(path)
     np.testing.assert_array_equal(again.mean, whole.mean)
@@ -449,7 +451,7 @@ def test_a_pass_that_was_stopped_goes_on_where_it_was(ships: xr.Dataset, tmp_pat
 
 def test_under_mask_a_stores_statistics_are_not_taken(ships: xr.Dataset, tmp_path: Path, monkeypatch) -> None:
     """They do not say how many values they are of."""
-    monkeypatch.setattr(climatology, "read_statistics", lambda *_: pytest.fail("taken"))
+    monkeypatch.setattr(store_climatology, "read_statistics", lambda *_: pytest.fail("taken"))
     climatology_of(write(tmp_path / "ships", ships, (60, 18, 36)))
 
 
@@ -466,10 +468,10 @@ def test_a_store_with_other_chunks_has_a_climatology_of_its_own(ships: xr.Datase
     """A pass that was stopped has counted chunks; it must not go on in others."""
     path = write(tmp_path / "ships", ships, (6, 18, 36))
     (training,) = fields.split_times(ships.time, {"--train-times": TRAINING})
-    before = climatology.identify(store.FieldReader(store.Location(str(path)), ["u", "v"]), training)
+    before = store_climatology.identify(store.FieldReader(store.Location(str(path)), ["u", "v"]), training)
     shutil.rmtree(path)
     write(path, ships, (8, 18, 36))
-    after = climatology.identify(store.FieldReader(store.Location(str(path)), ["u", "v"]), training)
+    after = store_climatology.identify(store.FieldReader(store.Location(str(path)), ["u", "v"]), training)
     assert before != after
 
 
@@ -477,7 +479,7 @@ def test_blocks_are_read_at_the_same_time_and_each_once(
     ships: xr.Dataset, tmp_path: Path, monkeypatch
 ) -> None:
     path = write(tmp_path / "ships", ships, (6, 18, 36))
-    monkeypatch.setattr(climatology, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(options, "OUTPUTS", tmp_path / "kept")
     barrier, read, starts = threading.Barrier(2), store.FieldReader.read_at_once, []
 
     def together(reader, regions: list[dict]) -> np.ndarray:
@@ -522,7 +524,7 @@ def test_packed_zeros_are_not_written_and_are_read_with_the_flag(
     assert not (packed / "v/c/5").exists()
     assert "give --missing-chunks fill" in refused(packed)
     data = make_data(packed, "--missing-chunks", "fill")
-    np.testing.assert_array_equal(data.reader.read("v", {"time": 5}), 0)
+    np.testing.assert_array_equal(data.data.reader.read("v", {"time": 5}), 0)
 
 
 def test_a_chunk_that_goes_missing_is_counted_and_printed(
@@ -535,7 +537,7 @@ def test_a_chunk_that_goes_missing_is_counted_and_printed(
     lost = [0, 40, 70, *judged]  # the first three are to train on
     for time in lost:
         shutil.rmtree(path / f"u/c/{time}")
-    shutil.rmtree(climatology.KEPT)  # that of the store when it was whole
+    shutil.rmtree(options.OUTPUTS / "climatology")  # that of the store when it was whole
     more = ("--missing", "mask", "--max-steps", 18, "--validate-every", 18, "--patches-per-block", 1)
     metrics = run(path, tmp_path / "run", *more)
     printed = capfd.readouterr().out
@@ -669,11 +671,11 @@ def test_dates_of_another_calendar_have_its_months(name: str, winds: xr.Dataset)
 
 def test_a_climatology_of_another_calendar_is_kept(winds: xr.Dataset, tmp_path: Path, monkeypatch) -> None:
     """Dates are objects there: what identifies the store is what they say, not where they are in memory."""
-    monkeypatch.setattr(climatology, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(options, "OUTPUTS", tmp_path / "kept")
     path = write(tmp_path / "store", calendar("360_day")(winds))
     make_data(path)
     make_data(path)
-    assert len(list((tmp_path / "kept").glob("*.npz"))) == 1
+    assert len(list((tmp_path / "kept/climatology").glob("*.npz"))) == 1
 
 
 def test_packed_integers_are_unpacked(

@@ -89,11 +89,11 @@ def parse(*flags: object):
 def make_data(*flags: object):
     """The data of a run with these flags."""
     from store import Location
-    from train import make_data
+    from train import make_data, make_datamodule
 
     options = parse(*flags)
     location = Location(options.store, options.endpoint, options.anonymous, options.retry_timeout)
-    return make_data(options, location, 0)
+    return make_datamodule(options, make_data(options, location), 0)
 
 
 @pytest.fixture
@@ -226,9 +226,9 @@ class Terminal(io.StringIO):
 
 def test_the_computation_of_a_climatology_shows_a_progress_bar(folder: Path, monkeypatch) -> None:
     """In a terminal. It may read for minutes."""
-    from climatology import average_sample
     from fields import split_times
     from store import FieldReader, Location
+    from store_climatology import average_sample
 
     options = parse("--store", folder / "winds/plain")
     reader = FieldReader(Location(options.store), options.variables)
@@ -311,7 +311,8 @@ def test_data_and_training_that_begin_at_different_steps_are_an_error(
 
 def test_ranks_that_begin_at_different_steps_are_an_error() -> None:
     """As on a node that does not see the folder of --resume auto: it would train from step 0, until a hang."""
-    from checkpoints import CheckpointError, StepCheckpoint
+    from checkpoints import StepCheckpoint
+    from errors import CheckpointError
 
     callback = StepCheckpoint()
     strategy = SimpleNamespace(broadcast=lambda step: 50)  # what rank 0 has
@@ -589,7 +590,7 @@ def first_read(folder: Path) -> tuple[int, str]:
     """The time of the first block that is read: its position in the store, and its date."""
     data = make_data("--store", folder / "winds/whole")
     (time,) = data.blocks.blocks[data.order.block(0)]
-    period = data.blocks.dataset.period
+    period = data.blocks.maker.period
     return period.positions[time], str(period.dates[time])[:10]
 
 

@@ -21,22 +21,13 @@ def test_an_average_of_decay_0_is_the_weights_and_others_differ(
     make_small_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are measured at each validation, and training goes on with the weights themselves."""
-    import climatology
     import moving_average
 
-    monkeypatch.setattr(climatology, "KEPT", tmp_path / "kept")
     monkeypatch.setattr(moving_average, "DECAYS", (0, 0.9))
     monkeypatch.setattr(moving_average, "SEEDS", (0, 1))
     store = make_small_store(tmp_path / "winds.zarr")
-    flags = [
-        *FLAGS.split(),
-        "--store",
-        str(store),
-        "--output-dir",
-        str(tmp_path / "run"),
-        "--eval-samples",
-        "8",
-    ]
+    flags = [*FLAGS.split(), "--store", str(store), "--eval-samples", "8"]
+    flags += ["--output-dir", str(tmp_path / "run"), "--climatology-dir", str(tmp_path / "kept")]
     rows = moving_average.main(flags)
     assert [row["step"] for row in rows] == [2, 4]
     for row in rows:

@@ -31,19 +31,16 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_final_model_is_a_quarter_below_the_interpolated_anomalies(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_final_model_is_a_quarter_below_the_interpolated_anomalies(store: Path, tmp_path: Path) -> None:
     """On the patches of chapter 1's test, which have chosen nothing, in at most 5,000 steps."""
-    import climatology
     import evaluation
-    from data import Grid, PatchDataset
+    from data import EVAL_SEED, Grid, PatchDataset, PatchMaker
     from fields import split_times
     from maps import load_model
     from options import Options
     from store import FieldReader, Location
+    from store_climatology import load_climatology
 
-    monkeypatch.setattr(climatology, "KEPT", tmp_path)
     model, record = load_model(CHAPTER / "results/final.ckpt")
     options = record["options"]
     assert options["max_steps"] <= 5000
@@ -51,16 +48,17 @@ def test_the_final_model_is_a_quarter_below_the_interpolated_anomalies(
     fields = reader.open()
     spans = {f"--{name}": options[name] for name in ("train_times", "test_times")}
     training, test = split_times(fields.time, spans)
-    means = climatology.load_climatology(reader, training, options["train_times"])
+    span = options["train_times"]
+    means = load_climatology(reader, training, span=span, missing="refuse", folder=tmp_path)
     grid = Grid(fields.latitude.values, fields.longitude.values)
-    count, seed = Options().eval_samples, evaluation.EVAL_SEED
-    patches = PatchDataset(reader.read_at_once, grid, test, means, 64, count, seed)
+    count = Options().eval_samples
+    patches = PatchDataset(PatchMaker(grid, test, means, 64), reader, count, EVAL_SEED)
     baseline = evaluation.baselines(patches, model.hparams.units)[evaluation.BASELINE]["m/s"]
 
     squares = weights = 0.0
     for sample in patches.__getitems__([(0, k) for k in range(count)]):
         prediction = evaluation.predict(model.model, sample["input"])
-        error = patches.std * (prediction - sample["target"])
+        error = patches.maker.std * (prediction - sample["target"])
         squares += (sample["weight"] * error**2).sum() / 2
         weights += sample["weight"].sum()
     assert np.sqrt(squares / weights) < 0.75 * baseline
@@ -96,16 +94,14 @@ def test_errors_by_basin_and_season_are_a_plain_sum() -> None:
 def test_the_study_judges_the_final_model_and_interpolation_crosses_the_seam(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import climatology
     import skill
 
-    monkeypatch.setattr(climatology, "KEPT", tmp_path)
     crossings = []
     interpolate_map = skill.interpolate_map
     monkeypatch.setattr(
         skill, "interpolate_map", lambda *given: crossings.append(given[-1]) or interpolate_map(*given)
     )
-    flags = [str(CHAPTER / "results/final.ckpt"), "--store", str(store)]
+    flags = [str(CHAPTER / "results/final.ckpt"), "--store", str(store), "--climatology-dir", str(tmp_path)]
     rows = skill.main([*flags, "--draws", "1", "--times", "1991-07", "1991-07"])
     assert crossings == [True]
     everywhere = {row["season"]: row["rmse"] for row in rows if row["basin"] == "everywhere"}
