@@ -81,7 +81,7 @@ def make_store() -> str:
 
 
 def load_chapter_4() -> ModuleType:
-    """Chapter 4's train.py, under a name that no room has."""
+    """Chapter 4's train.py, under a name that no module has."""
     path = CLOUD.parent / "04_data_pipeline/train.py"
     spec = importlib.util.spec_from_file_location("chapter_4", path)
     module = importlib.util.module_from_spec(spec)

@@ -33,7 +33,8 @@ class MonthlySums:
 
     def add(self, values: np.ndarray, months: np.ndarray) -> None:
         """Add a block, (variables, times, H, W). A cell is present if all variables are."""
-        present = ~np.isnan(values).any(axis=0)
+        is_missing = np.isnan(values)
+        present = ~is_missing.any(axis=0)
         for month in np.unique(months):
             chosen = months == month
             here = present[chosen]
@@ -53,8 +54,10 @@ class MonthlySums:
         mean = np.full(self.total.shape, np.nan)
         np.divide(self.total, self.count, out=mean, where=enough)
         spread = self.squares - self.total * mean  # sum of the squared anomalies
-        variance = np.nansum(spread, axis=(0, 2, 3)) / self.count[enough].sum()
-        return np.float32(mean), np.float32(variance.clip(0) ** 0.5)
+        number = self.count[enough].sum()
+        variance = np.nansum(spread, axis=(0, 2, 3)) / number
+        std = variance.clip(0) ** 0.5
+        return np.float32(mean), np.float32(std)
 
 
 def require_values(valid: np.ndarray) -> None:

@@ -221,8 +221,14 @@ def describe_loader(loader: LoaderProfile) -> list[str]:
 
 
 def profile_chapter(options: Options, location: Location) -> Profile:
-    """Profile the training of train.py, without its accumulation of gradients."""
-    options = replace(options, max_steps=STEPS, accumulate_grad_batches=1, resume=None)
+    """Profile the training of train.py, without validation or accumulated gradients."""
+    options = replace(
+        options,
+        max_steps=STEPS,
+        validate_every=STEPS + 1,
+        accumulate_grad_batches=1,
+        resume=None,
+    )
     folder = Path(options.output_dir)
     data = train.make_data(options, location)
     datamodule = train.make_datamodule(options, data, first_step=0)

@@ -1,4 +1,4 @@
-"""Chapter 5: fill the wind between a satellite's swaths, from a project of small rooms.
+"""Chapter 5: fill the wind between a satellite's swaths, from a project of small modules.
 
     uv run python train.py                # a small store, made and served on this machine
     uv run python train.py --store s3://bucket/winds.zarr --num-workers 1   # beside a GPU
@@ -46,21 +46,22 @@ def make_data(options: Options, location: Location) -> Data:
         "--test-times": options.test_times,
     }
     training, validation, test = split_times(fields.time, spans)
+    folder = Path(options.climatology_dir)
+    span = options.train_times
+    missing = options.missing
     climatology = load_climatology(
-        reader,
-        training,
-        span=options.train_times,
-        missing=options.missing,
-        folder=Path(options.climatology_dir),
+        reader, training, span=span, missing=missing, folder=folder
     )
+    grid = Grid(fields.latitude.values, fields.longitude.values)
+    units = group_by_unit(fields, options.variables)
     return Data(
         reader=reader,
-        grid=Grid(fields.latitude.values, fields.longitude.values),
+        grid=grid,
         training=training,
         validation=validation,
         test=test,
         climatology=climatology,
-        units=group_by_unit(fields, options.variables),
+        units=units,
     )
 
 
@@ -112,29 +113,32 @@ def make_trainer(
     """Lightning's loop, as the flags have it."""
     folder = options.output_dir
     every = options.checkpoint_every
+    micro_batches = options.accumulate_grad_batches
+    logger = CSVLogger(folder, "", log, flush_logs_every_n_steps=every)
     checkpoints = StepCheckpoint(
         folder, "last", every_n_train_steps=every, enable_version_counter=False
     )
     progress = LossBar(options.log_every)
     timeout = timedelta(seconds=options.process_group_timeout)
+    ddp = DDPStrategy(timeout=timeout)
     several = options.devices * options.num_nodes > 1
     return Trainer(
         accelerator=options.accelerator,
         devices=options.devices,
         num_nodes=options.num_nodes,
         precision=options.precision,
-        strategy=DDPStrategy(timeout=timeout) if several else "auto",
+        strategy=ddp if several else "auto",
         max_epochs=1,  # the sampler's only epoch is the whole run
         max_steps=options.max_steps,
-        accumulate_grad_batches=options.accumulate_grad_batches,
-        val_check_interval=options.validate_every * options.accumulate_grad_batches,
+        accumulate_grad_batches=micro_batches,
+        val_check_interval=options.validate_every * micro_batches,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=options.log_every,
         use_distributed_sampler=False,
         enable_model_summary=False,
         profiler=profiler,
-        logger=CSVLogger(folder, "", log, flush_logs_every_n_steps=every),
+        logger=logger,
         callbacks=[*callbacks, checkpoints, LearningRateMonitor(), progress],
     )
 

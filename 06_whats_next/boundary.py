@@ -117,7 +117,9 @@ class StepBoundary(Checkpoint):
         self.judge_losses(leave=0 if save else 1)
         deadline = time.monotonic() + self.grace
         if is_last:
-            self.writer.finish(self.grace if stop else None)  # room for this one
+            self.writer.finish(
+                self.grace if stop else None
+            )  # else this one would be left out
         if save:
             self.last_save = time.monotonic()
             trainer.save_checkpoint(step_name(step))

@@ -26,6 +26,8 @@ KNOWN_WARNINGS = (
     "You're resuming from a checkpoint that ended before the epoch",  # data follow the step
     "Experiment logs directory .* exists",
     "Checkpoint directory .* exists",
+    "Couldn't infer the batch indices",  # predict.py knows its maps by number
+    "The dirpath has changed",  # --resume CKPT of another folder
     "`broadcast_buffers` is deprecated",
     "Failed to open Zarr store with consolidated metadata",
     "Consolidated metadata is currently not part",

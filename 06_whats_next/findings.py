@@ -49,7 +49,7 @@ def collect(
 
 
 def explain(name: str, error: Exception, remedy: str) -> Finding:
-    """A red finding from an error. A room's error has its remedy after the reason."""
+    """A red finding from an error. A module's error has its remedy after the reason."""
     text = first_line(error)
     if isinstance(error, DataError | CheckpointError) and "; " in text:
         text, remedy = text.split("; ", 1)

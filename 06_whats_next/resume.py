@@ -1,7 +1,8 @@
 """Where a run begins: at step 0, or at the newest checkpoint that is whole and its own."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import BytesIO
+from time import perf_counter
 
 import torch
 from torch import distributed
@@ -36,6 +37,7 @@ class Start:
     checkpoint: dict | None = None
     skipped: tuple[Window, ...] = ()  # batches that the run has left out so far
     record: dict | None = None  # see run_record.py
+    began: float = field(default_factory=perf_counter)
 
     @property
     def log(self) -> str:

@@ -56,21 +56,22 @@ def make_data(options: Options, location: Location) -> Data:
         "--test-times": options.test_times,
     }
     training, validation, test = split_times(fields.time, spans)
+    folder = Path(options.climatology_dir)
+    span = options.train_times
+    missing = options.missing
     climatology = load_climatology(
-        reader,
-        training,
-        span=options.train_times,
-        missing=options.missing,
-        folder=Path(options.climatology_dir),
+        reader, training, span=span, missing=missing, folder=folder
     )
+    grid = Grid(fields.latitude.values, fields.longitude.values)
+    units = group_by_unit(fields, options.variables)
     return Data(
         reader=reader,
-        grid=Grid(fields.latitude.values, fields.longitude.values),
+        grid=grid,
         training=training,
         validation=validation,
         test=test,
         climatology=climatology,
-        units=group_by_unit(fields, options.variables),
+        units=units,
     )
 
 
@@ -113,9 +114,17 @@ def make_trainer(
     """Lightning's loop, as the flags have it."""
     timeout = timedelta(seconds=options.process_group_timeout)
     several = options.devices * options.num_nodes > 1
+    micro_batches = options.accumulate_grad_batches
     # Each rank has the same buffers. To send them would make fast ranks wait in each step's
     # forward pass for rank 0, and so seem slow.
     ddp = DDPStrategy(timeout=timeout, broadcast_buffers=False)
+    loggers = make_loggers(
+        options.loggers,
+        folder=options.output_dir,
+        version=start.log,
+        step=start.step,
+        flush_every=options.checkpoint_every,
+    )
     trainer = Trainer(
         accelerator=options.accelerator,
         devices=options.devices,
@@ -124,20 +133,14 @@ def make_trainer(
         strategy=ddp if several else "auto",
         max_epochs=1,  # the sampler's only epoch is the whole run
         max_steps=options.max_steps,
-        accumulate_grad_batches=options.accumulate_grad_batches,
-        val_check_interval=options.validate_every * options.accumulate_grad_batches,
+        accumulate_grad_batches=micro_batches,
+        val_check_interval=options.validate_every * micro_batches,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=options.log_every,
         use_distributed_sampler=False,
         enable_model_summary=False,
-        logger=make_loggers(
-            options.loggers,
-            options.output_dir,
-            start.log,
-            start.step,
-            options.checkpoint_every,
-        ),
+        logger=loggers,
         callbacks=[*callbacks, LearningRateMonitor(), LossBar(options.log_every)],
         plugins=[writer],
     )
@@ -157,7 +160,6 @@ def run_from(
 
     BadLoss at a loss that must not reach a checkpoint.
     """
-    began = perf_counter()
     folder = Path(options.output_dir)
     record = make_record(asdict(options), data, start)
     if start.record:
@@ -176,20 +178,17 @@ def run_from(
         grace=options.grace,
         group_timeout=options.process_group_timeout,
     )
+    size = options.patch_size
     number = options.full_validation_patches
-    many = data.eval_patches(data.validation, options.patch_size, number)
+    many = data.eval_patches(data.validation, size, number)
     clock = StepClock()
     counter = RequestCounter()
     # The best one first: it validates, which the clock must not take for steps.
-    callbacks = [
-        BestCheckpoint(writer, many),
-        clock,
-        StepTimes(folder, options.batch_size, clock),
-        counter,
-        Heartbeat(folder, options.process_group_timeout),
-        boundary,
-        RunRecord(record),
-    ]
+    best = BestCheckpoint(writer, many)
+    times = StepTimes(folder, options.batch_size, clock)
+    heartbeat = Heartbeat(folder, options.process_group_timeout)
+    keeper = RunRecord(record)
+    callbacks = [best, clock, times, counter, heartbeat, boundary, keeper]
     trainer = make_trainer(options, callbacks, start, writer)
     if trainer.is_global_zero:
         delete_later(checkpoints, start.step)
@@ -200,21 +199,34 @@ def run_from(
     tested = trainer.test(model, datamodule=datamodule, verbose=False)[0]
     if not trainer.is_global_zero:
         return {}
+    metrics = summarize(options, start, clock, counter)
+    metrics["rmse"] = compare_fills(data, datamodule, tested)
+    metrics["seconds"] = perf_counter() - start.began
+    draw_and_report(metrics, folder, options.test_times, datamodule.test, model)
+    if writer.failure:
+        print_note(f"the last checkpoint is not there: {writer.failure}")
+        raise Stopped(EXIT_LOST)
+    return metrics
+
+
+def summarize(
+    options: Options, start: Start, clock: StepClock, counter: RequestCounter
+) -> dict:
+    """What a run took, and what it left out."""
     metrics = {"steps": options.max_steps, "missing_chunks": counter.missing_chunks}
     metrics |= clock.throughput(options.batch_size)
     metrics["peak_memory_gb"] = peak_memory_gb()
     if options.count_requests:
         metrics |= counter.per_sample()
     metrics["skipped_batches"] = [list(window) for window in start.skipped]
+    return metrics
+
+
+def compare_fills(data: Data, datamodule: WindDataModule, tested: dict) -> dict:
+    """The RMSE of each fill in each unit, the network's as the last."""
     rmse = baselines(datamodule.test, data.units)
     rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in data.units}
-    metrics["rmse"] = rmse
-    metrics["seconds"] = perf_counter() - began
-    draw_and_report(metrics, folder, options.test_times, datamodule.test, model)
-    if writer.failure:
-        print_note(f"the last checkpoint is not there: {writer.failure}")
-        raise Stopped(EXIT_LOST)
-    return metrics
+    return rmse
 
 
 @record  # torchrun then reports the first error of all ranks

@@ -54,6 +54,7 @@ CARRIED = {
         "block_loader.py",
         "checks.py",
         "climatology.py",
+        "clock.py",
         "command_line.py",
         "data.py",
         "datamodule.py",
@@ -63,11 +64,14 @@ CARRIED = {
         "evaluation.py",
         "fields.py",
         "model.py",
-        "ruff.toml",
-        "records.py",
+        "results.py",
         "sampling.py",
+        "steps.py",
         "store.py",
+        "store_climatology.py",
         "wind_blocks.py",
+        "workers.py",
+        "ruff.toml",
     ]
 }
 KERNELSPEC = {
@@ -131,12 +135,18 @@ def outdated_copies() -> list[Path]:
 
 
 def carry() -> list[Path]:
-    """Copy each declared file forward, chapter after chapter, and return the copies that changed."""
+    """Copy each declared file forward, chapter after chapter, and return the copies that changed.
+
+    GitHub folds the copies in a pull request, by .gitattributes.
+    """
     changed = []
+    folded = []
     for source, copied in carried():
+        folded.append(f"{copied.relative_to(ROOT).as_posix()} linguist-generated\n")
         if not _same_bytes(source, copied):
             shutil.copy(source, copied)
             changed.append(copied)
+    (ROOT / ".gitattributes").write_text("".join(sorted(folded)))
     return changed
 
 

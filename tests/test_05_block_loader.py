@@ -285,6 +285,7 @@ def make_module(numbers: Numbers, steps: int, accumulate: int = 1, workers: int 
         "max_steps": steps,
         "accumulate_grad_batches": accumulate,
         "num_workers": workers,
+        "start_method": "forkserver",
         "patch_size": SIZE,
         "eval_samples": 4,
     }

@@ -1117,6 +1117,15 @@ def test_many_threads_open_a_store_once(folder: Path, connected: list) -> None:
     assert len(connected) == 1
 
 
+def test_a_run_opens_its_store_once(folder: Path, connected: list) -> None:
+    """For climatology, training, validation and test together."""
+    made = make_data(folder / "bare")
+    made.blocks.read_block(0, np.random.default_rng(0))
+    for patches in (made.validation, made.test):
+        patches[0, 0]
+    assert len(connected) == 1
+
+
 def test_a_pickled_reader_opens_the_store_anew(folder: Path, connected: list) -> None:
     """A client's threads and connections survive no pickle, so none may go into it."""
     reader = reader_of(folder / "bare", "v")

@@ -533,7 +533,9 @@ def test_a_chunk_that_goes_missing_is_counted_and_printed(
     """Each that was asked for once: an epoch reads all training times."""
     path = shutil.copytree(folder / "gappy", tmp_path / "store")
     data = make_data(path, "--missing", "mask")
-    judged = [int(test.period.positions[test.patch(0, 0).time]) for test in (data.validation, data.test)]
+    judged = [
+        int(test.maker.period.positions[test.patch(0, 0).time]) for test in (data.validation, data.test)
+    ]
     lost = [0, 40, 70, *judged]  # the first three are to train on
     for time in lost:
         shutil.rmtree(path / f"u/c/{time}")

@@ -213,7 +213,7 @@ def test_all_patches_are_looked_at_only_where_the_few_are_as_good_as_ever(
     monkeypatch.setattr(validation, "measure_rmse", look)
 
     def make() -> BestCheckpoint:
-        return BestCheckpoint(checkpoints, MagicMock(), 384)
+        return BestCheckpoint(checkpoints, MagicMock())
 
     def validate(best: BestCheckpoint, step: int, few: float) -> None:
         trainer.global_step = step

@@ -1,6 +1,7 @@
 """Chapters that consist of several files: shared files stay equal, names collide with nothing, imports stay apart."""
 
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import packages_distributions
@@ -48,6 +49,10 @@ def test_a_change_is_carried_through_two_chapters(
 
     printed = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert printed == ["02_two/data.py", "03_three/data.py"]
+    folded = (tmp_path / ".gitattributes").read_text().splitlines()
+    assert folded == [
+        f"{name} linguist-generated" for name in ("02_two/data.py", "02_two/model.py", "03_three/data.py")
+    ]
     assert (tmp_path / "02_two/data.py").read_text() == "new"
     assert (tmp_path / "03_three/data.py").read_text() == "new"
     assert (tmp_path / "03_three/train.py").read_text() == "its own, too"
@@ -79,6 +84,18 @@ def test_no_script_has_the_name_of_a_module_from_elsewhere() -> None:
     names = book.room_names()
     assert {"train", "make_store"} <= names
     assert taken(names) == set()
+
+
+def test_a_module_beside_a_folder_of_its_name_is_the_one_that_is_imported(tmp_path: Path) -> None:
+    """`results.py` beside `results/`, and a reader's `data/` beside `data.py`; a package would hide them."""
+    for name in ("results", "data"):
+        source = (book.ROOT / f"06_whats_next/{name}.py").read_text()
+        (tmp_path / f"{name}.py").write_text(f"FOUND = {len(source)}\n")
+        (tmp_path / name).mkdir()
+    command = "import results, data; print(results.FOUND > 0 < data.FOUND)"
+    done = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+    assert (book.ROOT / "06_whats_next/results").is_dir()
 
 
 # ----------------------------------------------------------------------------------------------- imports
