@@ -27,7 +27,7 @@ from results import save_rows
 from resume import Start
 from short_run import make_short_trainer
 from store import Location
-from train import make_data, make_datamodule, make_model
+from task import make_data, make_datamodule, make_model
 from validation import measure_rmse
 
 DECAYS = (0.9, 0.99, 0.999)

@@ -40,7 +40,7 @@ from rank_checks import check_ranks
 from resume import Start
 from store import FieldReader, Location
 from store_checks import Rate, block_bytes, check_store
-from train import make_data, make_datamodule, make_model
+from task import make_data, make_datamodule, make_model
 from training_checks import (
     OVERFIT_SAMPLES,
     Trial,

@@ -27,85 +27,20 @@ from boundary import EXIT_LOST, StepBoundary, Stopped
 from checkpoints import BackgroundWriter, Checkpoints, open_checkpoints
 from clock import StepClock, peak_memory_gb
 from command_line import call_with_store, run
-from data import Data, Grid
+from data import Data
 from datamodule import WindDataModule
 from errors import print_note
 from evaluation import baselines
-from fields import group_by_unit, split_times
 from heartbeat import Heartbeat, is_lost_rank, name_lost_rank
-from model import FillGaps
 from options import Options
 from preemption import Preemption
-from recovery import BadLoss, LossHistory, SkippingOrder
+from recovery import BadLoss, LossHistory
 from resume import Start, delete_later, find_start, refuse_later, skip_batches
 from run_record import RunRecord, check_record, make_record, write_record
-from store import FieldReader, Location, RequestCounter
-from store_climatology import load_climatology
+from store import Location, RequestCounter
+from task import make_data, make_datamodule, make_model
 from tracking import LossBar, StepTimes, draw_and_report, make_loggers
 from validation import BestCheckpoint
-from wind_blocks import WindBlocks
-
-
-def make_data(options: Options, location: Location) -> Data:
-    """Open the store: its grid, the times of each period, and the climatology."""
-    reader = FieldReader(location, options.variables, options.level)
-    fields = reader.open()
-    spans = {
-        "--train-times": options.train_times,
-        "--validation-times": options.validation_times,
-        "--test-times": options.test_times,
-    }
-    training, validation, test = split_times(fields.time, spans)
-    folder = Path(options.climatology_dir)
-    span = options.train_times
-    missing = options.missing
-    climatology = load_climatology(
-        reader, training, span=span, missing=missing, folder=folder
-    )
-    grid = Grid(fields.latitude.values, fields.longitude.values)
-    units = group_by_unit(fields, options.variables)
-    return Data(
-        reader=reader,
-        grid=grid,
-        training=training,
-        validation=validation,
-        test=test,
-        climatology=climatology,
-        units=units,
-    )
-
-
-def make_datamodule(options: Options, data: Data, start: Start) -> WindDataModule:
-    """The loaders; no patch is read yet."""
-    per_block = options.patches_per_block
-    maker = data.maker(data.training, options.patch_size)
-    blocks = WindBlocks(maker, data.reader.counted_apart(), per_block)
-    order = SkippingOrder(
-        blocks=len(blocks),
-        batch_size=options.batch_size,
-        slots=options.shuffle_slots,
-        patches_per_block=per_block,
-        seed=options.seed,
-        skipped=start.skipped,
-    )
-    return WindDataModule(
-        data, options=asdict(options), order=order, blocks=blocks, first_step=start.step
-    )
-
-
-def make_model(options: Options, data: Data) -> FillGaps:
-    """The network for these data, with its loss and its learning rate."""
-    model = FillGaps(
-        std=data.climatology.std.tolist(),
-        units=data.units,
-        learning_rate=options.learning_rate,
-        max_steps=options.max_steps,
-        seed=options.seed,
-        padding=options.padding,
-    )
-    if options.compile:
-        model.model.compile()  # not the LightningModule: self.log would break the graph
-    return model
 
 
 def make_trainer(

@@ -39,7 +39,7 @@ from options import RESUME_KEYS, Options, parse_options
 from resume import Start
 from short_run import make_short_trainer
 from store import Location
-from train import make_data, make_datamodule, make_model
+from task import make_data, make_datamodule, make_model
 
 OUTPUTS = Path("outputs/tune")
 RUNGS = 8  # how often a trial is judged, at equal numbers of samples
