@@ -182,9 +182,14 @@ class PatchDataset(Dataset):
 
     def patch(self, step: int, k: int) -> Patch:
         """Sample k of a step, a pure function of (seed, step, k)."""
-        times = len(self.maker.period.dates)
-        space = self.maker.space
-        return sample(self.seed, step, k, self.batch_size, times, space)
+        return sample(
+            self.seed,
+            step,
+            k,
+            batch_size=self.batch_size,
+            n_times=len(self.maker.period.dates),
+            space=self.maker.space,
+        )
 
     def __getitem__(self, index: tuple[int, int]) -> dict[str, np.ndarray]:
         return self.__getitems__([index])[0]

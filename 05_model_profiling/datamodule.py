@@ -63,7 +63,10 @@ class WindDataModule(LightningDataModule):
             accumulate_grad_batches=accumulate,
         )
         loader = BlockLoader(
-            self.order, batches, self.blocks.read_block, self.blocks.make_batch
+            self.order,
+            batches,
+            read_block=self.blocks.read_block,
+            make_batch=self.blocks.make_batch,
         )
         if rank == 0:
             per_round = self.order.steps_per_round * accumulate

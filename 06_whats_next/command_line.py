@@ -47,11 +47,11 @@ def make_location(options: Options) -> Location:
     """The store that the options name; its URL is empty if they name none."""
     return Location(
         options.store or "",
-        options.endpoint,
-        options.anonymous,
-        options.retry_timeout,
-        options.region,
-        options.missing_chunks,
+        endpoint=options.endpoint,
+        anonymous=options.anonymous,
+        retry_timeout=options.retry_timeout,
+        region=options.region,
+        missing_chunks=options.missing_chunks,
     )
 
 

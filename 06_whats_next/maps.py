@@ -63,6 +63,7 @@ class MapDataset(Dataset):
         self,
         reader: FieldReader,
         period: Period,
+        *,
         climatology: Climatology,
         std: np.ndarray,
         tiling: Tiling,
@@ -197,4 +198,12 @@ def make_maps(
     tiling = Tiling((len(grid.latitude), width), size, overlap, wraps)
     missing = "mask" if seed is None else options["missing"]
     std = model.std.numpy().copy()
-    return MapDataset(reader, period, climatology, std, tiling, seed, missing)
+    return MapDataset(
+        reader,
+        period,
+        climatology=climatology,
+        std=std,
+        tiling=tiling,
+        seed=seed,
+        missing=missing,
+    )

@@ -74,7 +74,9 @@ def masked_sums(prediction: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Squared error of the unseen cells, weighted by cos(latitude), and their count, (2,).
 
     The loss is the first over the second, both of the whole batch. Ranks have unequally
-    many unseen cells: their own quotients would give a mean of means.
+    many unseen cells: their own quotients would give a mean of means. The metric divides by
+    the sum of the weights instead, because it is a mean over area. In the loss, that would
+    give a batch near the poles as much say as one at the equator.
     """
     error = prediction - batch["target"]
     squares = batch["weight"] * error**2

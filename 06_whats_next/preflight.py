@@ -161,18 +161,24 @@ def add_up_memory(fabric: Fabric, options: Options, block: int) -> Memory:
     size = options.patch_size
     batch_size = options.batch_size
     per_block = options.patches_per_block
-    order = BlockOrder(1, batch_size, options.shuffle_slots, per_block, options.seed)
+    order = BlockOrder(
+        blocks=1,
+        batch_size=batch_size,
+        slots=options.shuffle_slots,
+        patches_per_block=per_block,
+        seed=options.seed,
+    )
     loader = BlockLoader(order, [], read_block=None, make_batch=None)
     workers = options.num_workers
     batches = order.steps_per_round * options.accumulate_grad_batches
     samples = samples_at_once(options, fabric)
     waiting = blocks_waiting(
-        math.ceil(options.shuffle_slots / fabric.world_size),
-        samples,
-        per_block,
-        loader.depth,
-        workers,
-        count_readers(workers, batches),
+        slots=math.ceil(options.shuffle_slots / fabric.world_size),
+        batch=samples,
+        patches_per_block=per_block,
+        ahead=loader.depth,
+        workers=workers,
+        readers=count_readers(workers, batches),
     )
     patch = 4 * len(options.variables) * size**2
     waiting *= per_block * patch

@@ -116,7 +116,13 @@ def make_start(name: str, saved: dict, options: dict) -> Start:
             remedy = "give one that this chapter wrote"
             raise CheckpointError(f"has no state of {callback}; {remedy}")
     skipped = tuple(Window(*window) for window in states["StepBoundary"]["skipped"])
-    return Start(saved["global_step"], name, saved, skipped, states["RunRecord"])
+    return Start(
+        step=saved["global_step"],
+        name=name,
+        checkpoint=saved,
+        skipped=skipped,
+        record=states["RunRecord"],
+    )
 
 
 def require_same(before: dict, now: dict) -> None:

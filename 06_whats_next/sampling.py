@@ -47,7 +47,7 @@ def epoch_order(seed: int, epoch: int, n_times: int) -> np.ndarray:
 
 
 def sample(
-    seed: int, step: int, k: int, batch_size: int, n_times: int, space: PatchSpace
+    seed: int, step: int, k: int, *, batch_size: int, n_times: int, space: PatchSpace
 ) -> Patch:
     """Sample k of a step."""
     epoch, position = divmod(step * batch_size + k, n_times)
