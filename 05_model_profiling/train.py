@@ -52,11 +52,12 @@ def make_data(options: Options, location: Location) -> Data:
     climatology = load_climatology(
         reader, training, span=span, missing=missing, folder=folder
     )
-    grid = Grid(fields.latitude.values, fields.longitude.values)
+    latitude = fields.latitude.values
+    longitude = fields.longitude.values
     units = group_by_unit(fields, options.variables)
     return Data(
         reader=reader,
-        grid=grid,
+        grid=Grid(latitude, longitude),
         training=training,
         validation=validation,
         test=test,
@@ -69,11 +70,13 @@ def make_datamodule(options: Options, data: Data, first_step: int) -> WindDataMo
     """The loaders; no patch is read yet."""
     per_block = options.patches_per_block
     maker = data.maker(data.training, options.patch_size)
-    blocks = WindBlocks(maker, data.reader.counted_apart(), per_block)
+    reader = data.reader.counted_apart()  # the training's requests are its own
+    blocks = WindBlocks(maker, reader, per_block)
+    slots = options.shuffle_slots
     order = BlockOrder(
         blocks=len(blocks),
         batch_size=options.batch_size,
-        slots=options.shuffle_slots,
+        slots=slots,
         patches_per_block=per_block,
         seed=options.seed,
     )
@@ -84,8 +87,9 @@ def make_datamodule(options: Options, data: Data, first_step: int) -> WindDataMo
 
 def make_model(options: Options, data: Data) -> FillGaps:
     """The network for these data, with its loss and its learning rate."""
+    std = data.climatology.std.tolist()
     model = FillGaps(
-        std=data.climatology.std.tolist(),
+        std=std,
         units=data.units,
         learning_rate=options.learning_rate,
         max_steps=options.max_steps,

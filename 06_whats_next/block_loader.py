@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -33,13 +33,30 @@ def epoch_order(seed: int, epoch: int, blocks: int) -> np.ndarray:
     return np.random.default_rng((ORDER_STREAM, seed, epoch)).permutation(blocks)
 
 
+class Window(NamedTuple):
+    """Batches that a run leaves out: those from `first` on, and before `stop`."""
+
+    first: int
+    stop: int
+
+
+def batch_number(step: int, skipped: tuple[Window, ...]) -> int:
+    """The batch that a step trains on: later steps move up by as many as are left out."""
+    number = step
+    for window in sorted(skipped):
+        if number >= window.first:
+            number += window.stop - window.first
+    return number
+
+
 @dataclass(frozen=True)
 class BlockOrder:
     """Which block each sample is from: `slots` blocks are in use at any time.
 
     A slot gives the samples of its block one after another, `patches_per_block` of them,
     and then takes the next block of the epoch. `slots` is a multiple of `batch_size`:
-    a step takes one sample from each of `batch_size` slots, and the steps go round.
+    a step takes one sample from each of `batch_size` slots, and the batches go round.
+    `skipped` batches are left out; chapter 6 does so after a bad loss.
     """
 
     blocks: int
@@ -47,6 +64,7 @@ class BlockOrder:
     slots: int
     patches_per_block: int
     seed: int
+    skipped: tuple[Window, ...] = ()
 
     def __post_init__(self):
         if self.slots % self.batch_size:
@@ -59,9 +77,10 @@ class BlockOrder:
 
     def address(self, step: int, k: int) -> tuple[int, int]:
         """Of sample k of a step: its read, and its place among that read's samples."""
-        slot = step % self.steps_per_round * self.batch_size + k
+        batch = batch_number(step, self.skipped)
+        slot = batch % self.steps_per_round * self.batch_size + k
         # Each slot begins at a sample of its own. Else all would change blocks at once.
-        given_before = step // self.steps_per_round + slot % self.patches_per_block
+        given_before = batch // self.steps_per_round + slot % self.patches_per_block
         reads_before, patch = divmod(given_before, self.patches_per_block)
         return reads_before * self.slots + slot, patch
 

@@ -7,10 +7,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from block_loader import Window
 from checkpoints import BackgroundWriter, step_name
 from errors import CheckpointError, print_note
 from preemption import EXIT_AGAIN, TEXTS, Agreement, Preemption, Reason
-from recovery import BadLoss, LossHistory, Window
+from recovery import BadLoss, LossHistory
 
 EXIT_LOST = 1  # a rank, or the last checkpoint: the same command again may go well
 

@@ -24,7 +24,6 @@ from data import PatchDataset
 from errors import refuse
 from options import Options
 from results import save_rows
-from resume import Start
 from short_run import make_short_trainer
 from store import Location
 from task import make_data, make_datamodule, make_model
@@ -76,7 +75,7 @@ class Averages(Callback):
 def train_once(options: Options, location: Location) -> list[dict]:
     """A row for each validation of one run."""
     data = make_data(options, location)
-    module = make_datamodule(options, data, Start())
+    module = make_datamodule(options, data)
     averages = Averages(module.validation)
     trainer = make_short_trainer(options, averages)
     trainer.fit(make_model(options, data), datamodule=module)

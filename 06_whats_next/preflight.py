@@ -37,7 +37,6 @@ from model import FillGaps
 from options import Options
 from prices import read_prices
 from rank_checks import check_ranks
-from resume import Start
 from store import FieldReader, Location
 from store_checks import Rate, block_bytes, check_store
 from task import make_data, make_datamodule, make_model
@@ -209,7 +208,7 @@ def check_training(
 ) -> Iterator[Finding]:
     """The data's values, a batch that is learnt, and whether the loader keeps up."""
     data = make_data(options, location)
-    module = make_datamodule(options, data, Start())
+    module = make_datamodule(options, data)
     training = module.blocks.maker
     makers = {
         "training": training,

@@ -1,21 +1,10 @@
-"""A loss that is not finite, or a spike: which batches to leave out, and the order without them."""
+"""Which loss is bad: one that is not finite, or a spike."""
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
-
-from block_loader import BlockOrder
 
 REMEMBERED = 50  # losses, of which the median is what a spike is measured against
-
-
-class Window(NamedTuple):
-    """Batches that a run leaves out: those from `first` on, and before `stop`."""
-
-    first: int
-    stop: int
 
 
 class BadLoss(Exception):
@@ -24,25 +13,6 @@ class BadLoss(Exception):
     def __init__(self, step: int, loss: float):
         super().__init__(f"loss {loss:.3g} at step {step}")
         self.step = step
-
-
-def batch_number(step: int, skipped: tuple[Window, ...]) -> int:
-    """The batch that a step trains on: later steps move up by as many as are left out."""
-    number = step
-    for window in sorted(skipped):
-        if number >= window.first:
-            number += window.stop - window.first
-    return number
-
-
-@dataclass(frozen=True)
-class SkippingOrder(BlockOrder):
-    """An order that leaves out some batches. It is still a function of (step, k)."""
-
-    skipped: tuple[Window, ...] = ()
-
-    def address(self, step: int, k: int) -> tuple[int, int]:
-        return super().address(batch_number(step, self.skipped), k)
 
 
 class LossHistory:

@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 
 from arguments import flag_of
+from block_loader import Window, batch_number
 from checkpoints import (
     STORE_ERRORS,
     Checkpoints,
@@ -20,7 +21,7 @@ from checkpoints import (
 )
 from errors import CheckpointError, DataError, first_line, print_note
 from options import RESUME_KEYS
-from recovery import BadLoss, Window, batch_number
+from recovery import BadLoss
 from store import Location
 
 # Under this name Lightning keeps what the data module has saved: all options of the run.

@@ -3,13 +3,12 @@
 from dataclasses import asdict
 from pathlib import Path
 
+from block_loader import BlockOrder, Window
 from data import Data, Grid
 from datamodule import WindDataModule
 from fields import group_by_unit, split_times
 from model import FillGaps
 from options import Options
-from recovery import SkippingOrder
-from resume import Start
 from store import FieldReader, Location
 from store_climatology import load_climatology
 from wind_blocks import WindBlocks
@@ -31,11 +30,12 @@ def make_data(options: Options, location: Location) -> Data:
     climatology = load_climatology(
         reader, training, span=span, missing=missing, folder=folder
     )
-    grid = Grid(fields.latitude.values, fields.longitude.values)
+    latitude = fields.latitude.values
+    longitude = fields.longitude.values
     units = group_by_unit(fields, options.variables)
     return Data(
         reader=reader,
-        grid=grid,
+        grid=Grid(latitude, longitude),
         training=training,
         validation=validation,
         test=test,
@@ -44,28 +44,33 @@ def make_data(options: Options, location: Location) -> Data:
     )
 
 
-def make_datamodule(options: Options, data: Data, start: Start) -> WindDataModule:
-    """The loaders; no patch is read yet."""
+def make_datamodule(
+    options: Options, data: Data, first_step: int = 0, skipped: tuple[Window, ...] = ()
+) -> WindDataModule:
+    """The loaders of a run that begins at a step, and leaves batches out."""
     per_block = options.patches_per_block
     maker = data.maker(data.training, options.patch_size)
-    blocks = WindBlocks(maker, data.reader.counted_apart(), per_block)
-    order = SkippingOrder(
+    reader = data.reader.counted_apart()  # the training's requests are its own
+    blocks = WindBlocks(maker, reader, per_block)
+    slots = options.shuffle_slots
+    order = BlockOrder(
         blocks=len(blocks),
         batch_size=options.batch_size,
-        slots=options.shuffle_slots,
+        slots=slots,
         patches_per_block=per_block,
         seed=options.seed,
-        skipped=start.skipped,
+        skipped=skipped,
     )
     return WindDataModule(
-        data, options=asdict(options), order=order, blocks=blocks, first_step=start.step
+        data, options=asdict(options), order=order, blocks=blocks, first_step=first_step
     )
 
 
 def make_model(options: Options, data: Data) -> FillGaps:
     """The network for these data, with its loss and its learning rate."""
+    std = data.climatology.std.tolist()
     model = FillGaps(
-        std=data.climatology.std.tolist(),
+        std=std,
         units=data.units,
         learning_rate=options.learning_rate,
         max_steps=options.max_steps,

@@ -99,7 +99,7 @@ def run_from(
     record = make_record(asdict(options), data, start)
     if start.record:
         check_record(start.record, record)
-    datamodule = make_datamodule(options, data, start)
+    datamodule = make_datamodule(options, data, start.step, start.skipped)
     model = make_model(options, data)
     writer = BackgroundWriter(checkpoints, options.keep, start.checkpoint)
     boundary = StepBoundary(

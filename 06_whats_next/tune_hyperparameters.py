@@ -36,7 +36,6 @@ from checks import check_folder
 from command_line import call_at, make_location, run
 from errors import refuse
 from options import RESUME_KEYS, Options, parse_options
-from resume import Start
 from short_run import make_short_trainer
 from store import Location
 from task import make_data, make_datamodule, make_model
@@ -121,7 +120,7 @@ def train_trial(options: Options, location: Location, trial: Trial) -> float:
     )
     trial.set_user_attr("max_steps", options.max_steps)
     data = make_data(options, location)
-    module = make_datamodule(options, data, Start())
+    module = make_datamodule(options, data)
     model = make_model(options, data)
     judge = Judge(trial, batch_size)
     trainer = make_short_trainer(options, judge, show_progress=False)

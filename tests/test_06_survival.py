@@ -257,11 +257,11 @@ def test_the_best_checkpoint_is_that_of_the_lowest_rmse(ranks: int, undisturbed)
 
 
 def test_skipped_batches_move_the_later_ones_up() -> None:
-    from recovery import SkippingOrder, Window, batch_number
+    from block_loader import BlockOrder, Window, batch_number
 
     skipped = (Window(9, 10), Window(3, 5))
     assert [batch_number(step, skipped) for step in range(9)] == [0, 1, 2, 5, 6, 7, 8, 10, 11]
-    plain, skipping = (SkippingOrder(20, 4, 8, 2, seed=0, skipped=windows) for windows in ((), skipped))
+    plain, skipping = (BlockOrder(20, 4, 8, 2, seed=0, skipped=windows) for windows in ((), skipped))
     for step in range(9):
         assert skipping.address(step, 1) == plain.address(batch_number(step, skipped), 1)
 
