@@ -17,6 +17,8 @@ from functools import partial
 from types import NoneType
 from typing import Any, get_args, get_origin
 
+from errors import CheckpointError
+
 
 def option(
     default: Any,
@@ -54,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser, group: type) -> None:
 
 
 def settings_of(declared: Field) -> dict[str, Any]:
-    """What argparse's add_argument is told of an option."""
+    """The keyword arguments of argparse's add_argument for an option."""
     settings = dict(declared.metadata["settings"])
     settings["default"] = declared.default_factory()
     kind = value_type(declared)
@@ -109,3 +111,14 @@ def flag_of(name: str) -> str:
 def names_that_decide(options: type) -> list[str]:
     """The options that a resumed run must share with the run before."""
     return [one.name for one in fields(options) if one.metadata["decides"]]
+
+
+def require_same(names: list[str], before: dict, now: dict) -> None:
+    """CheckpointError unless a run may go on with one that had other options `before`."""
+    for name in names:
+        flag = flag_of(name)
+        if name not in before:
+            raise CheckpointError(f"does not say its {flag}; give no --resume")
+        if before[name] != now[name]:
+            reason = f"has {flag} {before[name]}, not {now[name]}"
+            raise CheckpointError(f"{reason}; give {flag} that, or no --resume")

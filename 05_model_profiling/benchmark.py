@@ -32,13 +32,13 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-import train
 from block_loader import BlockOrder
 from demo_store import CLOUD
 from model import UNet, masked_sums
 from options import parse_options
 from results import RESULTS, parse_studies, save_rows, spread
 from store import Location
+from task import make_data, make_datamodule
 
 HERE = Path(__file__).parent
 BUCKETS = CLOUD / "outputs"
@@ -113,8 +113,8 @@ class Loader:
         else:
             options = parse_options("", flags)
             location = Location(options.store, endpoint, anonymous=True)
-            data = train.make_data(options, location)
-            module = train.make_datamodule(options, data, first_step=0)
+            data = make_data(options, location)
+            module = make_datamodule(options, data, first_step=0)
             maker = module.blocks.maker
             maker.make_batch = self.timed(maker.make_batch)
             self.loader = module.train_loader()

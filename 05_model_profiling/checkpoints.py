@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from arguments import flag_of
+from arguments import require_same
 from errors import CheckpointError
 from options import RESUME_KEYS
 
@@ -17,6 +17,9 @@ PARTS = {"global_step", "optimizer_states", "hyper_parameters", OPTIONS}
 
 class StepCheckpoint(ModelCheckpoint):
     """Saves after whole steps only, and checks that data and training begin together."""
+
+    # Lightning's holds --checkpoint-every, with which a run may go on as it likes.
+    state_key = "StepCheckpoint"
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         super().on_train_start(trainer, module)
@@ -59,16 +62,5 @@ def read_first_step(path: str | None, options: dict) -> int:
     if missing:
         listed = ", ".join(sorted(missing))
         raise CheckpointError(f"has no {listed}; give one that this chapter wrote")
-    require_same(saved[OPTIONS], options)
+    require_same(RESUME_KEYS, saved[OPTIONS], options)
     return saved["global_step"]
-
-
-def require_same(before: dict, now: dict) -> None:
-    """CheckpointError unless a run of the options `now` may go on with one of `before`."""
-    for name in RESUME_KEYS:
-        flag = flag_of(name)
-        if name not in before:
-            raise CheckpointError(f"does not say its {flag}; give no --resume")
-        if before[name] != now[name]:
-            reason = f"has {flag} {before[name]}, not {now[name]}"
-            raise CheckpointError(f"{reason}; give {flag} that, or no --resume")

@@ -26,7 +26,8 @@ def check_server(args: argparse.Namespace, *others: str) -> None:
     `others` are options besides the store that the endpoint serves, such as a folder of
     checkpoints.
     """
-    if args.region and not is_on_s3(args.store):
+    stores = (args.store, getattr(args, "training_store", None))
+    if args.region and not any(map(is_on_s3, stores)):
         refuse(f"--region {args.region}: only for --store s3://...; leave it out")
     if args.endpoint and not re.match("https?://", args.endpoint):
         refuse(f"--endpoint {args.endpoint}: give http://... or https://...")
@@ -49,7 +50,7 @@ def check_secrets(args: argparse.Namespace, *names: str) -> None:
     """
     for name in names:
         if may_hold_secret(getattr(args, name) or ""):
-            reason = "credentials in a URL would be saved with the run"
+            reason = "it may hold credentials, which would be saved with the run"
             remedy = "give them in the environment, or --anonymous"
             refuse(f"{flag_of(name)}: {reason}; {remedy}")
 
@@ -62,7 +63,8 @@ def may_hold_secret(text: str) -> bool:
         return True
     if "@" in url.netloc or ODD_PORT.search(url.netloc):
         return True
-    return bool(url.scheme and (url.query or url.fragment))
+    is_web = url.scheme in ("http", "https")  # in a bucket, # may be part of a name
+    return bool(url.scheme and url.query) or bool(is_web and url.fragment)
 
 
 def set_slots(args: argparse.Namespace) -> None:
@@ -86,8 +88,15 @@ def check_start_method(method: str) -> None:
         refuse(f"--start-method {method}: {reason}; give forkserver or spawn")
 
 
+def check_local(flag: str, folder: str) -> None:
+    """Refuse a URL, which would be taken for a path."""
+    if "://" in folder:
+        refuse(f"{flag} {folder}: give a folder of this machine")
+
+
 def check_folder(flag: str, folder: str) -> None:
     """Refuse a folder in which nothing can be written, or which cannot be made."""
+    check_local(flag, folder)
     path = Path(folder).absolute()
     existing = path
     while not os.path.lexists(existing):

@@ -18,7 +18,7 @@ from workers import PRELOADED, start_worker
 class WindDataModule(LightningDataModule):
     """The training's block loader, and plain loaders for validation and test.
 
-    `options` are kept in each checkpoint, because a resumed run must share most of them.
+    `options` are kept in each checkpoint: a resumed run is compared with them.
     """
 
     def __init__(

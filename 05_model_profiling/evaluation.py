@@ -13,7 +13,6 @@ from torch import nn
 from data import PatchDataset
 from errors import DataError
 
-EVAL_SAMPLES = 96
 NOTHING_TO_JUDGE = "--test-times: no value is present in any patch; give others"
 BASELINE = "interpolated anomalies"  # the one to beat
 

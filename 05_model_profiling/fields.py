@@ -157,7 +157,7 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
     start, end = (str(date)[:10] for date in time.values[[0, -1]])
     remedy = f"give dates of {start} to {end} that no other period has"
     periods: list[Period] = []
-    flag_of: dict[int, str] = {}
+    given_by: dict[int, str] = {}
     for flag, (first, last) in spans.items():
         positions = np.arange(0)
         with suppress(KeyError, TypeError, ValueError):  # not a date
@@ -166,12 +166,12 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
         given = f"{flag} {first} {last}"
         if not positions.size:
             raise DataError(f"{given}: no times; {remedy}")
-        shared = {flag_of[position] for position in positions if position in flag_of}
+        shared = {given_by[position] for position in positions if position in given_by}
         if shared:
             others = " and ".join(
                 f"{other} {' '.join(spans[other])}" for other in shared
             )
             raise DataError(f"{given}: shares times with {others}; {remedy}")
-        flag_of |= dict.fromkeys(positions, flag)
+        given_by |= dict.fromkeys(positions, flag)
         periods.append(Period(positions, time.values[positions], months[positions]))
     return periods

@@ -9,6 +9,7 @@ from pathlib import Path
 from arguments import add_options, names_that_decide, option
 from checks import (
     check_folder,
+    check_local,
     check_secrets,
     check_server,
     check_start_method,
@@ -89,7 +90,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What decides the weights."""
+    """How the network is trained."""
 
     batch_size: int = option(8, "samples in the global batch", decides=True)
     patches_per_block: int = option(8, "cut each time a block is read", decides=True)
@@ -185,6 +186,7 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     set_slots(args)
     check_start_method(args.start_method)
     check_folder("--output-dir", args.output_dir)
+    check_local("--climatology-dir", args.climatology_dir)
     args.resume = find_checkpoint(args.resume, args.output_dir)
     return Options(**vars(args))
 

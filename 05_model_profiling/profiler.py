@@ -40,11 +40,12 @@ from lightning.pytorch.profilers import (
 from lightning.pytorch.utilities import rank_zero_only
 from torch._C._profiler import _ExperimentalConfig
 
-import train
 from command_line import call_with_store, run
 from options import Options
 from store import Location
+from task import make_data, make_datamodule, make_model
 from traces import DATA, Report, describe, load, read_trace
+from train import make_trainer
 
 KINDS = ("simple", "advanced", "trace", "stacks")
 STEPS = 10  # of each training
@@ -230,12 +231,12 @@ def profile_chapter(options: Options, location: Location) -> Profile:
         resume=None,
     )
     folder = Path(options.output_dir)
-    data = train.make_data(options, location)
-    datamodule = train.make_datamodule(options, data, first_step=0)
+    data = make_data(options, location)
+    datamodule = make_datamodule(options, data, first_step=0)
 
     def fit(profiler: Profiler) -> None:
-        model = train.make_model(options, data)
-        trainer = train.make_trainer(options, [], "", profiler)
+        model = make_model(options, data)
+        trainer = make_trainer(options, [], "", profiler)
         trainer.fit(model, datamodule=datamodule)
 
     profile = profile_training(fit, folder)

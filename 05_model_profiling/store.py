@@ -66,8 +66,8 @@ class Traffic:
         return self.requests, self.bytes_read, len(self.missing)
 
 
-# Of the reader that reads. Zarr reads in a thread of its own, which takes over the context
-# of the thread that asks.
+# The traffic of the FieldReader that is reading now. Zarr reads in a thread of its own, and
+# asyncio copies the caller's context there.
 CURRENT_TRAFFIC: ContextVar[Traffic] = ContextVar("CURRENT_TRAFFIC")
 
 
@@ -102,7 +102,7 @@ class CountingStore(WrapperStore):
                 reason = "the bucket is in another region"
                 raise DataError(f"{reason}; give its --region") from error
             raise DataError(f"{key}: {first_line(error)}") from error
-        traffic = CURRENT_TRAFFIC.get(None) or Traffic()  # else nobody counts
+        traffic = CURRENT_TRAFFIC.get(None) or Traffic()  # not of a reader
         traffic.requests += 1  # all reads run in one thread, that of Zarr's event loop
         if content is not None:
             traffic.bytes_read += len(content)

@@ -117,10 +117,8 @@ class StepBoundary(Checkpoint):
         self.unjudged.append((step - 1, loss))
         self.judge_losses(leave=0 if save else 1)
         deadline = time.monotonic() + self.grace
-        if is_last:
-            self.writer.finish(
-                self.grace if stop else None
-            )  # else this one would be left out
+        if is_last:  # finish the one before, or this one would be left out
+            self.writer.finish(self.grace if stop else None)
         if save:
             self.last_save = time.monotonic()
             trainer.save_checkpoint(step_name(step))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 
 class TimedLoader(DataLoader):
-    """A loader that knows how many seconds its last batch was waited for."""
+    """A DataLoader that notes how many seconds the loop waited for the last batch."""
 
     last_wait = 0.0
 
@@ -44,11 +44,11 @@ class StepClock(Callback):
         self.seconds = 0.0  # of all batches after those of the first step
         self.waits = 0.0
         self.batches = 0
-        self.first_batches = 1  # those of the first step
+        self.batches_per_step = 1
         self.mark = 0.0
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.first_batches = trainer.accumulate_grad_batches
+        self.batches_per_step = trainer.accumulate_grad_batches
         self.mark = perf_counter()
 
     def on_train_batch_end(
@@ -59,7 +59,7 @@ class StepClock(Callback):
         self.last_wait = trainer.train_dataloader.last_wait
         self.mark = now
         self.batches += 1
-        if self.batches > self.first_batches:
+        if self.batches > self.batches_per_step:
             self.seconds += self.last_seconds
             self.waits += self.last_wait
 
@@ -68,7 +68,7 @@ class StepClock(Callback):
 
     def throughput(self, batch_size: int) -> dict[str, float]:
         """Samples/s, and the share of the time spent waiting for data; {} after one step."""
-        steps = self.batches / self.first_batches - 1
+        steps = self.batches / self.batches_per_step - 1
         if steps <= 0:
             return {}
         return {

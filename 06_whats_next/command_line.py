@@ -19,6 +19,7 @@ from store import Location
 # How warnings begin that Lightning and Zarr give here, and that ask for nothing to be done.
 KNOWN_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own use of torch
+    r"torch\.distributed\.nn\.functional\.all_gather is deprecated",  # Lightning's, too
     "Your `IterableDataset` has `__len__` defined",  # the workers' shares add up to it
     "The number of training batches .* is smaller than the logging interval",
     "The '.*_dataloader' does not have many workers",  # reads are threads' work
@@ -29,6 +30,7 @@ KNOWN_WARNINGS = (
     "Couldn't infer the batch indices",  # predict.py knows its maps by number
     "The dirpath has changed",  # --resume CKPT of another folder
     "`broadcast_buffers` is deprecated",
+    "GPU available but not used",  # with --accelerator cpu
     "Failed to open Zarr store with consolidated metadata",
     "Consolidated metadata is currently not part",
 )

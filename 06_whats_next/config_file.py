@@ -13,9 +13,10 @@ EXAMPLE = "give one such as a run's options.json"
 
 
 def read_flags(path: str, options: type) -> list[str]:
-    """The flags that give what a file holds; exits with code 2 and a remedy if none can.
+    """The options in a file, as flags.
 
-    `options` is the dataclass whose fields the file may name. null means: not given.
+    `options` is the dataclass whose fields the file may name. null means: not given. An
+    option that does not exist, or cannot take its value, ends the program with code 2.
     """
     declared = {field.name: field for field in fields(options)}
     flags = []
@@ -32,7 +33,7 @@ def read_flags(path: str, options: type) -> list[str]:
 
 
 def read_object(path: str) -> dict[str, Any]:
-    """What a JSON file holds; exits with code 2 if that is no object."""
+    """What a JSON file holds. If it is not an object, the program ends with code 2."""
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -50,7 +51,7 @@ def read_object(path: str) -> dict[str, Any]:
 
 
 def make_flags(declared: Field, value: Any) -> list[str]:
-    """A flag with its value, or values; ValueError, with a remedy, if it takes no such."""
+    """A flag with its value, or values; ValueError if the option cannot take them."""
     flag = flag_of(declared.name)
     if value_type(declared) is bool:
         if not isinstance(value, bool):

@@ -1,7 +1,7 @@
 """Patches of the winds: cut from maps, made into anomalies, covered by swaths."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -211,7 +211,7 @@ class PatchDataset(Dataset):
 class Data:
     """What all patches of a run are made of. The store is open, and no patch is read yet."""
 
-    reader: Reader
+    reader: Any  # a FieldReader, or what reads a file in memory
     grid: Grid
     training: Period
     validation: Period

@@ -84,9 +84,8 @@ def main() -> None:
     register_optimizer_step_post_hook(drill.count_step)
     register_module_full_backward_pre_hook(drill.in_backward)
     torch.save = drill.in_save(torch.save)
-    sys.path[0] = str(
-        Path(script).parent
-    )  # the modules of the script, not of this file
+    # The modules of the script, not of this file.
+    sys.path[0] = str(Path(script).parent)
     train = importlib.import_module("train")
     train.run(lambda: train.main(flags))
 

@@ -4,12 +4,15 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from arguments import add_options, names_that_decide, option
 from checks import (
     check_folder,
+    check_local,
     check_secrets,
     check_server,
     check_start_method,
@@ -101,7 +104,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What decides the weights."""
+    """How the network is trained."""
 
     batch_size: int = option(8, "samples in the global batch", decides=True)
     patches_per_block: int = option(8, "cut each time a block is read", decides=True)
@@ -214,7 +217,7 @@ class SurvivalOptions:
 
 
 @dataclass(frozen=True)
-class Options(  # the fields of the last one come first
+class Options(  # dataclasses collect the fields from the last base to the first
     SurvivalOptions,
     LoopOptions,
     DeviceOptions,
@@ -244,6 +247,7 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     args.loggers = list(dict.fromkeys(args.loggers))
     check_loggers(args.loggers)
     check_folder("--output-dir", args.output_dir)
+    check_local("--climatology-dir", args.climatology_dir)
     if args.checkpoint_dir is None:
         args.checkpoint_dir = str(Path(args.output_dir, "checkpoints"))
     if "://" not in args.checkpoint_dir:
@@ -257,10 +261,18 @@ def parse_flags(summary: str, flags: list[str]) -> argparse.Namespace:
     files = parser.parse_args(flags).config
     in_files = []
     for path in files:
-        in_files += read_flags(path, Options)
+        found = read_flags(path, Options)
+        alone = make_parser(summary)
+        alone.error = partial(refuse_file, path)  # not as if it had been typed
+        alone.parse_args(found)
+        in_files += found
     args = parser.parse_args([*in_files, *flags])  # the last one counts
     del args.config
     return args
+
+
+def refuse_file(path: str, message: str) -> NoReturn:
+    refuse(f"--config {path}: {message}")
 
 
 def make_parser(summary: str) -> argparse.ArgumentParser:

@@ -1,13 +1,12 @@
 """Where a run begins: at step 0, or at the newest checkpoint that is whole and its own."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from io import BytesIO
-from time import perf_counter
 
 import torch
 from torch import distributed
 
-from arguments import flag_of
+from arguments import require_same
 from block_loader import Window, batch_number
 from checkpoints import (
     STORE_ERRORS,
@@ -38,7 +37,6 @@ class Start:
     checkpoint: dict | None = None
     skipped: tuple[Window, ...] = ()  # batches that the run has left out so far
     record: dict | None = None  # see run_record.py
-    began: float = field(default_factory=perf_counter)
 
     @property
     def log(self) -> str:
@@ -110,7 +108,7 @@ def load_whole(folder: Checkpoints, name: str) -> dict:
 
 def make_start(name: str, saved: dict, options: dict) -> Start:
     """Go on from a checkpoint; CheckpointError if its run had other options."""
-    require_same(saved[OPTIONS], options)
+    require_same(RESUME_KEYS, saved[OPTIONS], options)
     states = saved["callbacks"]
     for callback in ("StepBoundary", "RunRecord"):
         if callback not in states:
@@ -124,17 +122,6 @@ def make_start(name: str, saved: dict, options: dict) -> Start:
         skipped=skipped,
         record=states["RunRecord"],
     )
-
-
-def require_same(before: dict, now: dict) -> None:
-    """CheckpointError unless a run of the options `now` may go on with one of `before`."""
-    for name in RESUME_KEYS:
-        flag = flag_of(name)
-        if name not in before:
-            raise CheckpointError(f"does not say its {flag}; give no --resume")
-        if before[name] != now[name]:
-            reason = f"has {flag} {before[name]}, not {now[name]}"
-            raise CheckpointError(f"{reason}; give {flag} that, or no --resume")
 
 
 def skip_batches(

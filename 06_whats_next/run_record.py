@@ -12,6 +12,7 @@ import json
 import shlex
 import signal
 import subprocess
+from dataclasses import fields
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -21,8 +22,8 @@ import torch
 import zarr
 from lightning.pytorch import Callback
 
-from arguments import flag_of
 from checks import check_folder
+from config_file import make_flags
 from data import EVAL_SEED, Data
 from errors import CheckpointError, print_note, refuse
 from fields import DIMENSIONS, Period
@@ -32,8 +33,9 @@ from resume import Start
 from store import FieldReader
 
 HERE = Path(__file__).parent
-# Options that say how a start goes on from another, which a repeated run does not.
-NOT_REPEATED = ("resume", "overwrite")
+# Options that say how a start goes on from another, which a repeated run does not, and
+# where this machine keeps what it has computed.
+NOT_REPEATED = ("resume", "overwrite", "climatology_dir")
 # What differs here may change the last bits of the weights, or nothing.
 COMPARED = ("code", "data", "versions", "machine")
 
@@ -180,16 +182,12 @@ def repeatable(record: Record) -> dict:
 def command_of(record: Record) -> str:
     """The command line that repeats a run, without what is a default."""
     defaults = vars(Options())
+    declared = {field.name: field for field in fields(Options)}
     words = ["uv", "run", "python", "train.py"]
     for name, value in repeatable(record).items():
         if value == defaults[name]:
             continue
-        flag = flag_of(name)
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-            continue
-        values = value if isinstance(value, list) else [value]
-        words += [flag, *map(str, values)]
+        words += make_flags(declared[name], value)
     return shlex.join(words)
 
 
@@ -218,9 +216,7 @@ def read_record(path: Path) -> Record:
         return {part: dict(record[part]) for part in ("options", "seeds", *COMPARED)}
     except OSError as error:
         refuse(f"{path}: {error.strerror}; {remedy}")
-    except (
-        Exception
-    ) as error:  # torch and json raise many kinds, depending on the bytes
+    except Exception as error:  # torch raises many kinds, depending on the bytes
         refuse(f"{path}: holds no record ({type(error).__name__}); {remedy}")
 
 

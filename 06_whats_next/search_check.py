@@ -23,6 +23,7 @@ from command_line import call_at, make_location
 from options import Options, parse_options
 from results import RESULTS, save_rows
 from store import Location
+from task import make_data
 from tune_hyperparameters import (
     RUNGS,
     choose,
@@ -57,7 +58,7 @@ class KeptTrial(FixedTrial):
 def measure(options: Options, params: dict, location: Location) -> dict:
     """The RMSE of a combination at each rung."""
     trial = KeptTrial(params)
-    train_trial(options, location, trial)
+    train_trial(options, make_data(options, location), trial)
     return {"what": "trial", **params, "rmse": trial.rmse}
 
 

@@ -90,10 +90,11 @@ def run_from(
     options: Options,
     checkpoints: Checkpoints,
     preemption: Preemption,
+    began: float,
 ) -> dict:
     """Train from here to the end; return the headline metrics on rank 0.
 
-    BadLoss at a loss that must not reach a checkpoint.
+    `began` is when this process did, by perf_counter. BadLoss at a loss that must not reach a checkpoint.
     """
     folder = Path(options.output_dir)
     record = make_record(asdict(options), data, start)
@@ -136,7 +137,7 @@ def run_from(
         return {}
     metrics = summarize(options, start, clock, counter)
     metrics["rmse"] = compare_fills(data, datamodule, tested)
-    metrics["seconds"] = perf_counter() - start.began
+    metrics["seconds"] = perf_counter() - began
     draw_and_report(metrics, folder, options.test_times, datamodule.test, model)
     if writer.failure:
         print_note(f"the last checkpoint is not there: {writer.failure}")
@@ -167,6 +168,7 @@ def compare_fills(data: Data, datamodule: WindDataModule, tested: dict) -> dict:
 @record  # torchrun then reports the first error of all ranks
 def train(options: Options, location: Location) -> dict:
     """Train to the end, going back to a checkpoint whenever a loss is bad."""
+    began = perf_counter()
     folder = Path(options.output_dir)
     gc.freeze()  # else the collector stops all reads for 0.4 s to look at modules
     preemption = Preemption(folder, options.max_hours, options.spot)
@@ -179,7 +181,7 @@ def train(options: Options, location: Location) -> dict:
     try:
         while True:
             try:
-                return run_from(start, data, options, checkpoints, preemption)
+                return run_from(start, data, options, checkpoints, preemption, began)
             except BadLoss as bad:
                 start = skip_batches(bad, start, checkpoints, asdict(options))
     except RuntimeError as error:

@@ -34,6 +34,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from arguments import flag_of
 from checks import check_folder
 from command_line import call_at, make_location, run
+from data import Data
 from errors import refuse
 from options import RESUME_KEYS, Options, parse_options
 from short_run import make_short_trainer
@@ -103,7 +104,7 @@ class Judge(Callback):
             raise optuna.TrialPruned
 
 
-def train_trial(options: Options, location: Location, trial: Trial) -> float:
+def train_trial(options: Options, data: Data, trial: Trial) -> float:
     """Train with a trial's values; the RMSE in validation at its end.
 
     With several units, the sum of their RMSEs.
@@ -119,7 +120,6 @@ def train_trial(options: Options, location: Location, trial: Trial) -> float:
         shuffle_slots=4 * batch_size,
     )
     trial.set_user_attr("max_steps", options.max_steps)
-    data = make_data(options, location)
     module = make_datamodule(options, data)
     model = make_model(options, data)
     judge = Judge(trial, batch_size)
@@ -174,7 +174,8 @@ def run_trials(
     if len(study.get_trials(states=ENDED)) >= search.trials:
         return
     enough = MaxTrialsCallback(search.trials, states=ENDED)
-    objective = partial(train_trial, options, location)
+    data = make_data(options, location)
+    objective = partial(train_trial, options, data)
     study.optimize(objective, callbacks=[enough, print_trial])
 
 

@@ -12,7 +12,7 @@ from errors import DataError
 
 
 class BestCheckpoint(Callback):
-    """Keeps the checkpoint with the lowest RMSE on `patches`, many of the validation's.
+    """Keeps the checkpoint with the lowest RMSE on `patches`, a large set of the validation times.
 
     Lightning validates on the first of them. Only where this is as good as ever before, all
     of them are looked at. In several units, the product of the RMSEs decides.

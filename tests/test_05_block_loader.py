@@ -27,7 +27,7 @@ import xarray as xr
 import zarr
 
 CHAPTER = book.ROOT / "05_model_profiling"
-ROOMS = "block_loader data datamodule fields options store train wind_blocks workers"
+ROOMS = "block_loader data datamodule fields options store task wind_blocks workers"
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
 # 5 degrees: 37 x 72 cells. In chunks of 32 x 32, a map of both variables is 12 objects. 26 times are for training.
 LAYOUTS = {"v3": "", "shards": "--shard-times 4", "times": "--chunk 4 32 32"}
@@ -615,8 +615,8 @@ def make_data(store: str | Path, *flags: object, endpoint: str | None = None, st
     words = [*FLAGS, *MIXING, *map(str, flags)]
     options = rooms.options.parse_options("", words)
     location = rooms.store.Location(str(store), endpoint, anonymous=endpoint is not None)
-    data = rooms.train.make_data(options, location)
-    return rooms.train.make_datamodule(options, data, start)
+    data = rooms.task.make_data(options, location)
+    return rooms.task.make_datamodule(options, data, start)
 
 
 def make_blocks(data, skipped: int = 0):

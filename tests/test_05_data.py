@@ -43,7 +43,7 @@ pytestmark = [  # of which train.py shows none, either
 def rooms() -> Iterator[None]:
     """The chapter's modules, under their own names while these tests run."""
     global climatology, clock, data, errors, evaluation, fields, model, options, sampling, store
-    global store_climatology, train
+    global store_climatology, task
     with book.rooms("05_model_profiling"):
         import climatology
         import clock
@@ -56,7 +56,7 @@ def rooms() -> Iterator[None]:
         import sampling
         import store
         import store_climatology
-        import train
+        import task
 
         yield
 
@@ -165,8 +165,8 @@ def flags_for(path: Path, names: tuple[str, ...] = ("u", "v")) -> list[str]:
 def make_data(path: Path, names: tuple[str, ...] = ("u", "v"), *flags: str):
     """The data module that train.py makes of a store."""
     parsed = options.parse_options("", [*flags_for(path, names), *flags])
-    made = train.make_data(parsed, store.Location(str(path)))
-    return train.make_datamodule(parsed, made, first_step=0)
+    made = task.make_data(parsed, store.Location(str(path)))
+    return task.make_datamodule(parsed, made, first_step=0)
 
 
 def patches_of_chapter_4(chapter_4: ModuleType, path: Path, names: tuple[str, ...] = ("u", "v")) -> tuple:

@@ -36,7 +36,7 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def rooms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The chapter's modules, under their own names while these tests run; few patches judge a run."""
-    global store_climatology, errors, evaluation, fields, model, options, plot_example, store, train
+    global errors, evaluation, fields, model, options, plot_example, store, store_climatology, task, train
     with book.rooms("05_model_profiling"), pytest.MonkeyPatch.context() as patch:
         import errors
         import evaluation
@@ -45,6 +45,7 @@ def rooms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         import options
         import store
         import store_climatology
+        import task
         import train
 
         patch.setattr(options, "OUTPUTS", tmp_path_factory.mktemp("outputs"))
@@ -134,7 +135,7 @@ def run(path: Path, output: Path, *flags: object) -> dict:
 def make_data(path: Path, *flags: object):
     parsed = options.parse_options("", flags_for(path, *flags))
     location = store.Location(str(path), missing_chunks=parsed.missing_chunks)
-    return train.make_datamodule(parsed, train.make_data(parsed, location), 0)
+    return task.make_datamodule(parsed, task.make_data(parsed, location), 0)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def parse(*flags: object):
 def make_data(*flags: object):
     """The data of a run with these flags."""
     from store import Location
-    from train import make_data, make_datamodule
+    from task import make_data, make_datamodule
 
     options = parse(*flags)
     location = Location(options.store, options.endpoint, options.anonymous, options.retry_timeout)

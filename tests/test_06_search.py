@@ -69,7 +69,7 @@ def test_a_search_that_goes_on_chooses_other_values(
 ) -> None:
     """With the seed of its first start, it would choose the first values again."""
 
-    def train_trial(options, location, trial) -> float:
+    def train_trial(options, data, trial) -> float:
         tune.choose(trial)
         trial.report(1.0, 1)
         return 1.0
@@ -99,7 +99,7 @@ def test_each_trial_trains_on_as_many_samples_and_is_judged_as_often(
 ) -> None:
     values = {"learning_rate": 1e-3, "batch_size": batch_size, "padding": "zeros"}
     trial = search_check.KeptTrial(values)
-    rmse = tune.train_trial(options, location, trial)
+    rmse = tune.train_trial(options, tune.make_data(options, location), trial)
     assert len(trial.rmse) == tune.RUNGS
     assert trial.rmse[-1] == rmse
     expected = 96 if batch_size == 4 else 256  # at least a step a rung

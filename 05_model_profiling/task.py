@@ -1,0 +1,82 @@
+"""The task: what a run's data, loaders and model are. Change these for a task of your own."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from block_loader import BlockOrder, Window
+from data import Data, Grid
+from datamodule import WindDataModule
+from fields import group_by_unit, split_times
+from model import FillGaps
+from options import Options
+from store import FieldReader, Location
+from store_climatology import load_climatology
+from wind_blocks import WindBlocks
+
+
+def make_data(options: Options, location: Location) -> Data:
+    """Open the store: its grid, the times of each period, and the climatology."""
+    reader = FieldReader(location, options.variables, options.level)
+    fields = reader.open()
+    spans = {
+        "--train-times": options.train_times,
+        "--validation-times": options.validation_times,
+        "--test-times": options.test_times,
+    }
+    training, validation, test = split_times(fields.time, spans)
+    folder = Path(options.climatology_dir)
+    span = options.train_times
+    missing = options.missing
+    climatology = load_climatology(
+        reader, training, span=span, missing=missing, folder=folder
+    )
+    latitude = fields.latitude.values
+    longitude = fields.longitude.values
+    units = group_by_unit(fields, options.variables)
+    return Data(
+        reader=reader,
+        grid=Grid(latitude, longitude),
+        training=training,
+        validation=validation,
+        test=test,
+        climatology=climatology,
+        units=units,
+    )
+
+
+def make_datamodule(
+    options: Options, data: Data, first_step: int = 0, skipped: tuple[Window, ...] = ()
+) -> WindDataModule:
+    """The loaders of a run that begins at a step, and leaves batches out."""
+    per_block = options.patches_per_block
+    maker = data.maker(data.training, options.patch_size)
+    reader = data.reader.counted_apart()  # the training's requests are its own
+    blocks = WindBlocks(maker, reader, per_block)
+    slots = options.shuffle_slots
+    order = BlockOrder(
+        blocks=len(blocks),
+        batch_size=options.batch_size,
+        slots=slots,
+        patches_per_block=per_block,
+        seed=options.seed,
+        skipped=skipped,
+    )
+    return WindDataModule(
+        data, options=asdict(options), order=order, blocks=blocks, first_step=first_step
+    )
+
+
+def make_model(options: Options, data: Data) -> FillGaps:
+    """The network for these data, with its loss and its learning rate."""
+    std = data.climatology.std.tolist()
+    model = FillGaps(
+        std=std,
+        units=data.units,
+        learning_rate=options.learning_rate,
+        max_steps=options.max_steps,
+        seed=options.seed,
+        padding=options.padding,
+    )
+    if options.compile:
+        model.model.compile()  # not the LightningModule: self.log would break the graph
+    return model
