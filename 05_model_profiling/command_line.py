@@ -23,6 +23,7 @@ KNOWN_WARNINGS = (
     "Your `IterableDataset` has `__len__` defined",  # the workers' shares add up to it
     "The number of training batches .* is smaller than the logging interval",
     "The '.*_dataloader' does not have many workers",  # reads are threads' work
+    "Consider setting persistent_workers=True",  # each loader is used once
     "It is recommended to use .*sync_dist=True",  # torchmetrics adds up over ranks
     "You're resuming from a checkpoint that ended before the epoch",  # data follow the step
     "Experiment logs directory .* exists",

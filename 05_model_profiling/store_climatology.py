@@ -4,9 +4,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urlsplit
+from zipfile import BadZipFile
 
 import numpy as np
 import xarray as xr
@@ -93,27 +95,44 @@ def read_statistics(reader: FieldReader, name: str) -> Climatology | None:
 def compute_once(
     reader: FieldReader, training: Period, missing: str, path: Path
 ) -> Climatology:
-    """Computed, and kept in a file for the next run. Of several ranks, one computes."""
+    """From a file that an earlier run has kept, or computed and kept for the next run."""
+    kept = read_kept(path)
+    if kept is None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(path.with_suffix(".lock")):  # of several ranks, one computes
+                kept = read_kept(path) or compute(reader, training, missing, path)
+        except OSError as error:
+            reason = f"the climatology cannot be kept: {error.strerror}"
+            problem = f"--climatology-dir {path.parent}: {reason}"
+            remedy = "give a folder that can be written to"
+            raise DataError(f"{problem}; {remedy}") from error
+    mean, std = kept
+    return Climatology(mean, std, reader.variables, missing)
+
+
+def read_kept(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    """Mean and std; None if there is no such file, or none that is whole."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
-            if not path.exists():
-                if missing == "mask":
-                    times = "all training times"
-                    mean, std = average_present(reader, training, path)
-                else:
-                    times = "a sample"
-                    mean, std = average_sample(reader, training)
-                save(path, mean=mean, std=std)
-                print(f"climatology of {times}, kept in {os.path.relpath(path)}")
-    except OSError as error:
-        reason = f"the climatology cannot be kept: {error.strerror}"
-        remedy = "give a folder that can be written to"
-        raise DataError(
-            f"--climatology-dir {path.parent}: {reason}; {remedy}"
-        ) from error
-    with np.load(path) as kept:
-        return Climatology(kept["mean"], kept["std"], reader.variables, missing)
+        with np.load(path) as arrays:
+            return arrays["mean"], arrays["std"]
+    except (OSError, EOFError, KeyError, ValueError, BadZipFile):
+        return None
+
+
+def compute(
+    reader: FieldReader, training: Period, missing: str, path: Path
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and std, which are also written to the file."""
+    if missing == "mask":
+        times = "all training times"
+        mean, std = average_present(reader, training, path)
+    else:
+        times = "a sample"
+        mean, std = average_sample(reader, training)
+    save(path, mean=mean, std=std)
+    print(f"climatology of {times}, kept in {os.path.relpath(path)}")
+    return mean, std
 
 
 def save(path: Path, **arrays: np.ndarray) -> None:
@@ -186,9 +205,8 @@ def average_present(
         len(reader.variables), fields.latitude.size, fields.longitude.size
     )
     saved = path.with_suffix(".sums.npz")
-    if saved.exists():
-        with np.load(saved) as arrays:
-            vars(sums).update(arrays)
+    with suppress(OSError, EOFError, ValueError, BadZipFile), np.load(saved) as arrays:
+        vars(sums).update(dict(arrays))
 
     def read(block: np.ndarray) -> np.ndarray:
         times = training.positions[block]

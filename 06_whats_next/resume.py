@@ -137,6 +137,8 @@ def skip_batches(
     if distributed.is_initialized():
         distributed.barrier()  # rank 0 has written what it was writing
     found = find_start(checkpoints, "auto", options)
+    if found.step < start.step:  # --resume names one in another folder
+        found = find_start(checkpoints, options["resume"], options)
     print_note(f"{bad}: back to step {found.step}, without batches {list(window)}")
     return replace(found, skipped=skipped)
 

@@ -428,6 +428,18 @@ def test_a_climatology_that_cannot_be_kept_is_an_error_with_a_remedy(
         climatology_of(folder / "bare")
 
 
+def test_a_climatology_that_is_kept_needs_no_writing_and_a_torn_one_is_computed_again(
+    folder: Path, kept: Path, monkeypatch
+) -> None:
+    first = climatology_of(folder / "bare")
+    (path,) = kept.glob("*.npz")
+    with monkeypatch.context() as patch:  # as in a folder that can only be read
+        patch.setattr(store_climatology, "FileLock", lambda _: pytest.fail("locked"))
+        assert_same_climatology(climatology_of(folder / "bare"), first)
+    path.write_bytes(path.read_bytes()[:500])
+    assert_same_climatology(climatology_of(folder / "bare"), first)
+
+
 def test_statistics_of_another_grid_are_refused(
     winds: xr.Dataset, statistics: xr.Dataset, tmp_path: Path
 ) -> None:

@@ -279,6 +279,23 @@ def test_a_checkpoint_of_other_bytes_or_another_run_is_refused(tmp_path: Path, l
         find_start(folder, "auto", options)
 
 
+def test_a_run_from_another_folders_checkpoint_goes_back_no_further_than_that(
+    tmp_path: Path, local, undisturbed
+) -> None:
+    """After a bad loss, while its own folder has no checkpoint yet."""
+    from checkpoints import CheckpointFolder
+    from options import parse_options
+    from recovery import BadLoss
+    from resume import find_start, skip_batches
+
+    named = str(last_checkpoint(undisturbed(1)))
+    options = asdict(parse_options("", [*SMALL, *local, "--resume", named]))
+    empty = CheckpointFolder(str(tmp_path))
+    start = find_start(empty, named, options)
+    again = skip_batches(BadLoss(13, float("inf")), start, empty, options)
+    assert (again.step, again.skipped) == (start.step, ((13, 14),)) == (12, ((13, 14),))
+
+
 @thorough
 def test_the_measurement_of_saves_runs(capsys: pytest.CaptureFixture[str]) -> None:
     import saving
