@@ -375,8 +375,9 @@ def test_of_two_ranks_the_one_that_finds_no_fault_says_that_the_other_did(
     flags = [*SMALL, "--store", store, "--output-dir", tmp_path / "run"]
     first, second = programs.run_ranks(SCRIPT, 2, *flags)
     assert (first.code, second.code) == (2, 2), programs.printed([first, second])
-    said = f"train.py: error: --store {store}: NaN or infinity on {date}"
-    assert first.err.splitlines()[-1].startswith(said), first.err
+    last = first.err.splitlines()[-1]
+    assert last.startswith(f"train.py: error: --store {store}: {V} on {date}"), first.err
+    assert "--missing mask" in last
     assert second.err.splitlines()[-1].startswith(OTHER_RANK), second.err
     assert "Traceback" not in second.err
 
