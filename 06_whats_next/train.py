@@ -23,24 +23,24 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from boundary import EXIT_LOST, StepBoundary, Stopped
-from checkpoints import BackgroundWriter, Checkpoints, open_checkpoints
 from clock import StepClock, peak_memory_gb
 from command_line import call_with_store, run
 from data import Data
 from datamodule import WindDataModule
 from errors import print_note
 from evaluation import baselines
-from heartbeat import Heartbeat, is_lost_rank, name_lost_rank
 from options import Options
-from preemption import Preemption
-from recovery import BadLoss, LossHistory
-from resume import Start, delete_later, find_start, refuse_later, skip_batches
-from run_record import RunRecord, check_record, make_record, write_record
 from store import Location, RequestCounter
+from survival.best import BestCheckpoint
+from survival.boundary import EXIT_LOST, StepBoundary, Stopped
+from survival.checkpoints import BackgroundWriter, Checkpoints, open_checkpoints
+from survival.heartbeat import Heartbeat, is_lost_rank, name_lost_rank
+from survival.preemption import Preemption
+from survival.recovery import BadLoss, LossHistory
+from survival.resume import Start, delete_later, find_start, refuse_later, skip_batches
 from task import make_data, make_datamodule, make_model
-from tracking import LossBar, StepTimes, draw_and_report, make_loggers
-from validation import BestCheckpoint
+from tracking.run_record import RunRecord, check_record, make_record, write_record
+from tracking.step_times import LossBar, StepTimes, draw_and_report, make_loggers
 
 
 def make_trainer(

@@ -154,7 +154,8 @@ def carry() -> list[Path]:
 def room_names() -> set[str]:
     """The names under which the Python files of all chapters and of the appendix are imported."""
     paths = [*ROOT.glob("[0-9][0-9]_*/*.py"), *ROOT.glob("appendix/*.py")]
-    return {path.stem for path in paths}
+    packages = ROOT.glob("[0-9][0-9]_*/*/__init__.py")
+    return {path.stem for path in paths} | {path.parent.name for path in packages}
 
 
 def _take_out(names: set[str]) -> dict[str, ModuleType]:

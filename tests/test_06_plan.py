@@ -15,10 +15,9 @@ def rooms() -> Iterator[None]:
     """The chapter's files can be imported in each test."""
     global interruptions, plan, plan_check, throughput
     with book.rooms("06_whats_next"):
-        import interruptions
-        import plan
-        import plan_check
-        import throughput
+        from plan import __main__ as plan
+        from plan import interruptions, throughput
+        from studies import plan_check
 
         yield
 

@@ -18,7 +18,7 @@ import torch
 import zarr
 from chapter_6 import folder, local, rooms  # noqa: F401
 
-SCRIPT = "06_whats_next/preflight.py"
+SCRIPT = "06_whats_next/preflight/__main__.py"
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 6 --shuffle-slots 12 --patches-per-block 2".split()
 V = "10m_v_component_of_wind"
 
@@ -34,14 +34,14 @@ def more_rooms(rooms) -> Iterator[None]:
         rank_checks, \
         store_checks, \
         training_checks
-    import checkpoint_checks
-    import findings
-    import machine_checks
-    import memory_sum
-    import preflight
-    import rank_checks
-    import store_checks
-    import training_checks
+    from preflight import __main__ as preflight
+    from preflight import checkpoints as checkpoint_checks
+    from preflight import findings
+    from preflight import machine as machine_checks
+    from preflight import memory as memory_sum
+    from preflight import ranks as rank_checks
+    from preflight import store as store_checks
+    from preflight import training as training_checks
 
     yield
 
@@ -525,7 +525,7 @@ def test_a_file_system_that_is_full_is_red(local: list[str], tmp_path: Path) -> 
     flags = " ".join([*SMALL, *local, "--output-dir", str(tmp_path / "full/run")])
     (tmp_path / "full").mkdir()
     mount = f"mount -t tmpfs -o size=1m none {tmp_path / 'full'}"
-    command = f"{mount} && cd {book.ROOT / '06_whats_next'} && python preflight.py {flags}"
+    command = f"{mount} && cd {book.ROOT / '06_whats_next'} && python -m preflight {flags}"
     done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True)
     if "unshare" in done.stderr:
         pytest.skip(done.stderr)
