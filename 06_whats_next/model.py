@@ -146,7 +146,8 @@ class FillGaps(LightningModule):
         scale = self.trainer.world_size / unseen
         scale *= self.trainer.accumulate_grad_batches
         gradients = [parameter.grad for parameter in self.parameters()]
-        torch._foreach_mul_(gradients, scale)  # one kernel instead of one a parameter
+        computed = [gradient for gradient in gradients if gradient is not None]
+        torch._foreach_mul_(computed, scale)  # one kernel instead of one a parameter
         self.log("loss", squares / unseen)
         self.sums = torch.zeros_like(self.sums)
 

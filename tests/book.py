@@ -69,7 +69,6 @@ CARRIED = {
         "steps.py",
         "store.py",
         "store_climatology.py",
-        "task.py",
         "wind_blocks.py",
         "workers.py",
         "ruff.toml",

@@ -199,21 +199,18 @@ def test_the_rmse_in_full_is_that_of_the_few_if_they_are_all(local: list[str], t
     assert [float(value) for value in full] == pytest.approx([float(few[0])], rel=1e-6)
 
 
-def test_all_patches_are_looked_at_only_where_the_few_are_as_good_as_ever(
-    checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_patches_are_looked_at_only_where_the_few_are_as_good_as_ever(checkpoints) -> None:
     """And a state that is saved and loaded goes on from there."""
     from errors import DataError
-    from survival import best as validation
     from survival.best import BestCheckpoint
+    from task import score
 
     trainer, looked = MagicMock(is_global_zero=True, loggers=[]), []
     checkpoints.keep_if_best = MagicMock()
-    look = lambda *_: looked.append(trainer.global_step) or {"m/s": 7.0}  # noqa: E731
-    monkeypatch.setattr(validation, "measure_rmse", look)
+    look = lambda *_: looked.append(trainer.global_step) or {"rmse (m/s)": 7.0}  # noqa: E731
 
     def make() -> BestCheckpoint:
-        return BestCheckpoint(checkpoints, MagicMock())
+        return BestCheckpoint(checkpoints, score, higher_is_better=False, look_closer=look)
 
     def validate(best: BestCheckpoint, step: int, few: float) -> None:
         trainer.global_step = step
@@ -233,15 +230,20 @@ def test_all_patches_are_looked_at_only_where_the_few_are_as_good_as_ever(
         validate(again, 5, float("nan"))
 
 
-def test_a_worse_score_never_takes_the_place_of_the_best_also_in_a_later_run(checkpoints) -> None:
+@pytest.mark.parametrize("higher_is_better, sign", [(False, 1), (True, -1)])
+def test_a_worse_score_never_takes_the_place_of_the_best_also_in_a_later_run(
+    checkpoints, higher_is_better: bool, sign: int
+) -> None:
+    """Scores that are better when higher may be negative, as a log-likelihood is."""
     from survival.checkpoints import BackgroundWriter, best_names, step_name
 
-    for writer in (checkpoints, BackgroundWriter(checkpoints.folder, keep=2)):
+    for _ in range(2):
+        writer = BackgroundWriter(checkpoints.folder, keep=2, higher_is_better=higher_is_better)
         for step, score in ((1, 3.0), (2, 2.0), (3, 2.5)):
             writer.save_checkpoint({"step": step}, step_name(step))
-            writer.keep_if_best(step, score)
+            writer.keep_if_best(step, sign * score)
             writer.finish()
-    assert best_names(checkpoints.folder) == ["best_2.000000_step_00000002.ckpt"]
+    assert best_names(checkpoints.folder) == [f"best_{sign * 2.0:.6f}_step_00000002.ckpt"]
 
 
 def test_a_checkpoint_of_other_bytes_or_another_run_is_refused(tmp_path: Path, local, undisturbed) -> None:

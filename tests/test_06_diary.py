@@ -45,7 +45,7 @@ def test_a_killed_run_with_a_bad_loss_and_a_slow_rank_is_told_in_order(tmp_path:
         {"step": 50, "finding": "nothing", "rank": None, "text": "quiet again"},
     ]
     (tmp_path / "tracking.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "summary.json").write_text(json.dumps({"steps": 60, "rmse": {"U-Net": {"m/s": 1.2}}}))
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 60, "tested": {"test rmse (m/s)": 1.2}}))
     told = [(event.step, event.text) for event in diary.list_events(tmp_path)]
     starts = [text for _, text in told if text.startswith(("started", "went on"))]
     assert starts == [
@@ -54,10 +54,10 @@ def test_a_killed_run_with_a_bad_loss_and_a_slow_rank_is_told_in_order(tmp_path:
         "went on from step 20 on 2026-01-01 12:00:00; 29 steps that were logged are computed again"
         "; a loss was bad, and the run leaves out batch 48 to 49",
     ]
-    assert (40, "RMSE 1.250 m/s on all validation patches") in told
+    assert (40, "all of the validation: rmse (m/s) 1.250") in told
     slow = told.index((30, "rank 1 is slow"))
     assert told[slow - 1][1] == starts[2]
-    assert told[slow + 1 :] == [(50, "quiet again"), (60, "finished; RMSE of the test 1.200 m/s")]
+    assert told[slow + 1 :] == [(50, "quiet again"), (60, "finished; test rmse (m/s) 1.200")]
 
 
 def test_a_run_that_was_killed_at_once_has_a_diary_and_a_folder_without_a_run_is_refused(

@@ -226,7 +226,7 @@ def test_each_checkpoint_has_the_record_and_the_record_what_decides_a_run(
 ) -> None:
     saved = torch.load(last_checkpoint(finished), weights_only=True)
     assert saved["callbacks"]["RunRecord"] == record
-    assert record["seeds"]["training"] == 3
+    assert record["options"]["seed"] == 3
     assert record["options"]["learning_rate"] == 0.004
     assert record["versions"]["torch"] == torch.__version__.split("+")[0]
     assert record["machine"]["threads"] >= 1
@@ -239,7 +239,7 @@ def test_the_same_data_elsewhere_have_the_same_checksum_and_others_do_not(
     """Other times after the training's change nothing; another value of the first training map does."""
     from fields import split_times
     from store import FieldReader, Location
-    from tracking.run_record import identify_data
+    from store_checksum import identify_data
 
     names = record["options"]["variables"]
 

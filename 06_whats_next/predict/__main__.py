@@ -37,7 +37,7 @@ from predict.map_store import (
 )
 from predict.maps import MapDataset, load_model, make_maps
 from store import FieldReader, Location
-from tracking.run_record import sha256_of_values
+from store_checksum import sha256_of_values
 
 
 class MissingMaps(LightningDataModule):

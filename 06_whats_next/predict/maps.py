@@ -16,9 +16,10 @@ from model import FillGaps
 from predict.tiles import Tiling
 from sampling import swath_masks
 from store import FieldReader
+from store_checksum import sha256_of_values
 from store_climatology import check_finite, load_climatology
 from survival.checkpoints import find_damage
-from tracking.run_record import Record, RunRecord, sha256_of_values
+from tracking.run_record import Record, RunRecord
 
 SWATH_STREAM = 6  # of random numbers
 

@@ -26,8 +26,7 @@ from options import Options
 from results import save_rows
 from short_run import make_short_trainer
 from store import Location
-from survival.best import measure_rmse
-from task import make_data, make_datamodule, make_model
+from task import make_data, make_datamodule, make_model, measure_rmse
 
 DECAYS = (0.9, 0.99, 0.999)
 SEEDS = (0, 1, 2)

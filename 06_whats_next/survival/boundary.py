@@ -10,25 +10,12 @@ from lightning.pytorch.callbacks import Checkpoint
 from block_loader import Window
 from errors import CheckpointError, print_note
 from survival.checkpoints import BackgroundWriter, step_name
+from survival.determinism import average_statistics, seed_batch, settle_buckets
 from survival.preemption import EXIT_AGAIN, TEXTS, Agreement, Preemption, Reason
 from survival.recovery import BadLoss, LossHistory
+from survival.requirements import check_steps, check_trainer, read_loss
 
 EXIT_LOST = 1  # a rank, or the last checkpoint: the same command again may go well
-
-
-def settle_buckets(trainer: Trainer, module: LightningModule) -> None:
-    """Let DDP place the gradients in its buckets as it does from the second step on.
-
-    Their places decide in which order three or more ranks add them, and so the last bit. A
-    resumed run would round its first step differently from the run that was not killed.
-    """
-    if trainer.world_size == 1:
-        return
-    channels = len(module.hparams.std) + 1
-    blank = torch.zeros(1, channels, 16, 16, device=module.device)
-    with torch.compiler.set_stance("force_eager"):  # not for the sake of this shape
-        trainer.strategy.model(blank).sum().backward()
-    module.zero_grad()
 
 
 class Stopped(SystemExit):
@@ -47,6 +34,8 @@ class StepBoundary(Checkpoint):
         preemption: Preemption,
         losses: LossHistory,
         *,
+        loss: str,
+        seed: int,
         skipped: tuple[Window, ...],
         every_steps: int,
         every_minutes: float | None,
@@ -57,6 +46,8 @@ class StepBoundary(Checkpoint):
         self.writer = writer
         self.preemption = preemption
         self.losses = losses
+        self.loss = loss  # the name under which the model logs it
+        self.seed = seed
         self.skipped = skipped
         self.every_steps = every_steps
         self.every_minutes = every_minutes
@@ -64,6 +55,7 @@ class StepBoundary(Checkpoint):
         self.grace = grace
         self.group_timeout = group_timeout
         self.unjudged: list[tuple[int, torch.Tensor]] = []
+        self.batches = 0  # of this rank, in the whole run
         self.last_step = 0
         self.last_save = time.monotonic()
 
@@ -81,9 +73,11 @@ class StepBoundary(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.agreement = Agreement(self.group_timeout)
+        check_trainer(trainer, module)
         settle_buckets(trainer, module)
         step = trainer.global_step
         self.last_step = step
+        self.batches = step * trainer.accumulate_grad_batches
         first = trainer.datamodule.first_step
         if first != step:  # else samples would be repeated or lost, without an error
             reason = f"data begin at step {first}, and training at step {step}"
@@ -94,26 +88,35 @@ class StepBoundary(Checkpoint):
             reason = f"this rank begins at step {step}, and rank 0 at {step_of_rank_0}"
             raise CheckpointError(f"{reason}; give all nodes the same checkpoint")
 
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        seed_batch(self.seed, self.batches, trainer.global_rank)
+
     def on_before_optimizer_step(
         self, trainer: Trainer, module: LightningModule, optimizer
     ) -> None:
         gradients = [weights.grad for weights in module.parameters()]
-        self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
+        computed = [gradient for gradient in gradients if gradient is not None]
+        self.gradient_norm = torch.nn.utils.get_total_norm(computed)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
     ) -> None:
-        step = trainer.global_step
+        self.batches += 1
+        step = self.batches // trainer.accumulate_grad_batches
+        check_steps(trainer, step)
         if step == self.last_step:  # between the micro-batches of a step
             return
         self.last_step = step
+        average_statistics(trainer, module)
         wishes = [self.preemption.reason(), self.wants_to_save()]
         stop, save = self.agreement.exchange(wishes)
         is_last = stop or step == trainer.max_steps
         save = save or is_last or step % self.every_steps == 0
         save = save or step % self.validate_every == 0
         # A gradient that is not finite makes this NaN. The sum stays on the device.
-        loss = trainer.callback_metrics["loss"] + 0 * self.gradient_norm
+        loss = read_loss(trainer, self.loss) + 0 * self.gradient_norm
         self.unjudged.append((step - 1, loss))
         self.judge_losses(leave=0 if save else 1)
         deadline = time.monotonic() + self.grace

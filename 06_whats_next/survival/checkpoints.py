@@ -142,7 +142,7 @@ def step_names(checkpoints: Checkpoints) -> list[str]:
 
 def best_names(checkpoints: Checkpoints) -> list[str]:
     """The checkpoint that did best in validation: one, or none yet."""
-    pattern = re.compile(r"best_[\d.]+_step_\d{8,}\.ckpt")
+    pattern = re.compile(r"best_-?[\d.]+_step_\d{8,}\.ckpt")
     return [name for name in checkpoints.all_names() if pattern.fullmatch(name)]
 
 
@@ -212,9 +212,16 @@ class BackgroundWriter(CheckpointIO):
     At most one checkpoint is being written. `failure` says why the last one is not there.
     """
 
-    def __init__(self, folder: Checkpoints, keep: int, resumed: dict | None = None):
+    def __init__(
+        self,
+        folder: Checkpoints,
+        keep: int,
+        resumed: dict | None = None,
+        higher_is_better: bool = False,
+    ):
         self.folder = folder
         self.keep = keep
+        self.sign = -1 if higher_is_better else 1
         self.resumed = resumed
         self.staging = Staging()
         self.thread = ThreadPoolExecutor(1)
@@ -257,7 +264,7 @@ class BackgroundWriter(CheckpointIO):
         return names[0] if names else "no checkpoint"
 
     def keep_if_best(self, step: int, score: float) -> None:
-        """Copy the step's checkpoint, once it is written, if no other has a lower score."""
+        """Copy the step's checkpoint, once it is written, if no other is as good."""
         self.thread.submit(self.copy_if_best, step, score)
 
     def copy_if_best(self, step: int, score: float) -> None:
@@ -265,7 +272,8 @@ class BackgroundWriter(CheckpointIO):
             return  # it is not there
         try:
             before = best_names(self.folder)
-            if any(score_of(name) <= score for name in before):
+            scores = [self.sign * score_of(name) for name in before]
+            if scores and min(scores) <= self.sign * score:
                 return
             self.folder.copy(step_name(step), best_name(step, score))
             for name in before:

@@ -37,16 +37,15 @@ class Chapter:
         return steps, [float(row[name]) for row in chosen]
 
     def scores(self) -> list[Event]:
-        """The RMSE on all patches of the validation, where they were looked at."""
+        """The metrics on all of the validation, where it was looked at."""
         events = []
         for row in self.rows:
             scores = []
             for name, value in row.items():
-                if name.startswith("full rmse") and value:
-                    unit = name.removeprefix("full rmse ").strip("()")
-                    scores.append(f"{float(value):.3f} {unit}")
+                if name.startswith("full ") and value:
+                    scores.append(f"{name.removeprefix('full ')} {float(value):.3f}")
             if scores:
-                text = f"RMSE {', '.join(scores)} on all validation patches"
+                text = f"all of the validation: {', '.join(scores)}"
                 events.append(Event(int(row["step"]) + 1, text))
         return events
 
@@ -122,9 +121,9 @@ def list_events(folder: Path) -> list[Event]:
 def describe_end(metrics: dict) -> Event:
     """The end of a run, from its summary."""
     scores = []
-    for unit, rmse in metrics["rmse"]["U-Net"].items():
-        scores.append(f"{rmse:.3f} {unit}")
-    text = f"finished; RMSE of the test {', '.join(scores)}"
+    for name, value in metrics["tested"].items():
+        scores.append(f"{name} {value:.3f}")
+    text = f"finished; {', '.join(scores)}"
     return Event(metrics["steps"], text)
 
 

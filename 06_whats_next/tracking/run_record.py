@@ -19,18 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zarr
 from lightning.pytorch import Callback
 
+from block_loader import Window
 from checks import check_folder
 from config_file import make_flags
-from data import EVAL_SEED, Data
 from errors import CheckpointError, print_note, refuse
-from fields import DIMENSIONS, Period
 from options import Options
 from results import describe_machine, list_versions
-from store import FieldReader
-from survival.resume import Start
 
 HERE = Path(__file__).parent.parent  # the chapter's folder
 # Options that say how a start goes on from another, which a repeated run does not, and
@@ -42,18 +38,20 @@ COMPARED = ("code", "data", "versions", "machine")
 Record = dict[str, dict[str, Any]]
 
 
-def make_record(options: dict, data: Data, start: Start) -> Record:
+def make_record(
+    options: dict, data: dict[str, str], step: int, skipped: tuple[Window, ...]
+) -> Record:
     """All that decides a run's weights, and how it was started, as JSON has it.
 
-    `options` are the checked ones, with the defaults filled in.
+    `options` are the checked ones, with the defaults filled in. `data` are checksums, of
+    which "values" must be the same for a run to go on: see task.describe_data.
     """
-    skipped = [list(window) for window in start.skipped]
     now = datetime.now().isoformat(" ", "seconds")
+    windows = [list(window) for window in skipped]
     return {
-        "start": {"at": now, "step": start.step, "skipped": skipped},
+        "start": {"at": now, "step": step, "skipped": windows},
         "options": options,
-        "seeds": {"training": options["seed"], "evaluation": EVAL_SEED},
-        "data": identify_data(data.reader, data.training),
+        "data": data,
         **describe_here(),
     }
 
@@ -66,37 +64,6 @@ def describe_here() -> Record:
         "versions": list_versions(),
         "machine": describe_machine() | threads,
     }
-
-
-def identify_data(reader: FieldReader, training: Period) -> dict[str, str]:
-    """Checksums of the store, wherever it is: the same data elsewhere have the same.
-
-    metadata: of the variables' arrays: shape, chunks, codecs and attributes;
-    values: of the grid, the training times, and the first and the last training map.
-    """
-    # A reader of its own, because the run's counts the missing chunks of the run.
-    reader = reader.counted_apart()
-    root = zarr.open_group(reader.store, mode="r")
-    arrays = {name: root[name].metadata.to_dict() for name in reader.variables}
-    metadata = json.dumps(arrays, sort_keys=True, default=str)
-    return {
-        "metadata": sha256(metadata.encode()).hexdigest(),
-        "values": sha256_of_values(reader, training),
-    }
-
-
-def sha256_of_values(reader: FieldReader, training: Period) -> str:
-    """Of the grid, the training times, and the first and the last training map."""
-    fields = reader.open()
-    values = sha256()
-    for dim in DIMENSIONS:
-        coordinate = training.dates if dim == "time" else fields[dim].values
-        # As text: dates of other calendars are objects, and their bytes are addresses.
-        values.update(coordinate.astype(str).tobytes())
-    for name in reader.variables:
-        for time in training.positions[[0, -1]]:
-            values.update(reader.read(name, {"time": time}).tobytes())
-    return values.hexdigest()
 
 
 def identify_code() -> dict[str, Any]:
@@ -219,7 +186,7 @@ def read_record(path: Path) -> Record:
         else:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             record = saved["callbacks"][RunRecord.state_key]
-        return {part: dict(record[part]) for part in ("options", "seeds", *COMPARED)}
+        return {part: dict(record[part]) for part in ("options", *COMPARED)}
     except OSError as error:
         refuse(f"{path}: {error.strerror}; {remedy}")
     except Exception as error:  # torch raises many kinds, depending on the bytes

@@ -1,6 +1,5 @@
-"""What a run writes down about itself: loggers, the times of each rank, its summary."""
+"""The times of each rank's steps, logged and judged."""
 
-import inspect
 import json
 from collections import deque
 from contextlib import suppress
@@ -11,13 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, loggers
-from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch import Callback, LightningModule, Trainer
 
-import evaluation
 from clock import StepClock, peak_memory_gb
-from data import PatchDataset
 from errors import print_note
 from tracking.stragglers import COLUMNS, Verdict, judge, windows_to_judge
 
@@ -176,51 +171,3 @@ def delete_lines_after(path: Path, step: int) -> None:
             if json.loads(line)["step"] <= step:
                 kept.append(f"{line}\n")
     path.write_text("".join(kept))
-
-
-class LossBar(TQDMProgressBar):
-    """Shows the last loss. With prog_bar=True, Lightning would read it in every step."""
-
-    def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict:
-        metrics = super().get_metrics(trainer, module)
-        metrics.pop("v_num", None)  # a logger's
-        if "loss" in trainer.callback_metrics:
-            metrics["loss"] = trainer.callback_metrics["loss"].item()
-        return metrics
-
-
-def make_loggers(
-    names: list[str], folder: str, version: str, step: int, flush_every: int
-) -> list[Logger]:
-    """Loggers by the names of their classes, for a run that begins at this step.
-
-    The CSV file of a resumed run is a new one. TensorBoard goes on in the same folder, and
-    hides what an earlier run has written from this step on.
-    """
-    csv = {"version": version, "name": "", "flush_logs_every_n_steps": flush_every}
-    tensorboard = {"version": "tensorboard", "name": ""}
-    tensorboard |= {"purge_step": step, "default_hp_metric": False}
-    arguments = {"CSVLogger": csv, "TensorBoardLogger": tensorboard}
-    made = []
-    for name in sorted(names, key="CSVLogger".__ne__):  # trainer.log_dir is the first's
-        kind = getattr(loggers, name)
-        given = arguments.get(name, {})
-        places = {"save_dir", "root_dir"} & set(inspect.signature(kind).parameters)
-        given |= dict.fromkeys(places, folder)
-        made.append(kind(**given))
-    return made
-
-
-def draw_and_report(
-    metrics: dict,
-    folder: Path,
-    test_times: list[str],
-    test: PatchDataset,
-    model: LightningModule,
-) -> None:
-    """Draw an example, and save and print the summary."""
-    picture = folder / "fill.png"
-    figure = evaluation.plot_example(test, model.hparams.units, model.model)
-    figure.savefig(picture)
-    (folder / "summary.json").write_text(json.dumps(metrics, indent=2))
-    evaluation.print_summary(metrics, test_times, picture)
