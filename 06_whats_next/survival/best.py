@@ -62,8 +62,8 @@ class BestCheckpoint(Callback):
             score = self.score(metrics)
         except LookupError as error:
             remedy = "log it, or change score() of task.py"
-            raise DataError(f"validation logs no {error}; {remedy}") from error
+            raise DataError(f"task.py: validation logs no {error}; {remedy}") from error
         if math.isnan(score):
             remedy = "look at validation_step, and at score() of task.py"
-            raise DataError(f"the validation's score is NaN; {remedy}")
+            raise DataError(f"task.py: the validation's score is NaN; {remedy}")
         return score

@@ -73,7 +73,7 @@ class StepBoundary(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.agreement = Agreement(self.group_timeout)
-        check_trainer(trainer, module)
+        check_trainer(trainer, module, boundary=self)
         settle_buckets(trainer, module)
         step = trainer.global_step
         self.last_step = step
@@ -96,9 +96,9 @@ class StepBoundary(Checkpoint):
     def on_before_optimizer_step(
         self, trainer: Trainer, module: LightningModule, optimizer
     ) -> None:
-        gradients = [weights.grad for weights in module.parameters()]
-        computed = [gradient for gradient in gradients if gradient is not None]
-        self.gradient_norm = torch.nn.utils.get_total_norm(computed)
+        trained = [one for one in module.parameters() if one.grad is not None]
+        gradients = [weights.grad for weights in trained]
+        self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int

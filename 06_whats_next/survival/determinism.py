@@ -62,7 +62,7 @@ def require_all_gradients(module: LightningModule) -> None:
     for name, weights in module.named_parameters():
         if weights.requires_grad and weights.grad is None:
             remedy = "use it in forward, or freeze it by requires_grad_(False)"
-            raise DataError(f"the model's forward leaves out {name}; {remedy}")
+            raise DataError(f"task.py: the model's forward leaves out {name}; {remedy}")
 
 
 def average_statistics(trainer: Trainer, module: LightningModule) -> None:

@@ -25,7 +25,7 @@ from survival.recovery import BadLoss
 
 # Under this name Lightning keeps what the data module has saved: all options of the run.
 OPTIONS = "datamodule_hyper_parameters"
-PARTS = {"global_step", "optimizer_states", "callbacks", "hyper_parameters", OPTIONS}
+PARTS = {"global_step", "optimizer_states", "callbacks", OPTIONS}
 
 
 @dataclass

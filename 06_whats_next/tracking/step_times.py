@@ -110,7 +110,8 @@ class StepTimes(Callback):
         values = name_columns(window) | self.totals(window)
         values["peak_memory_gb"] = ranks[:, -1].max()
         # Those that were applied; StepBoundary's norm is taken before they are divided.
-        gradients = [weights.grad for weights in module.parameters()]
+        trained = [one for one in module.parameters() if one.grad is not None]
+        gradients = [weights.grad for weights in trained]
         values["gradient_norm"] = torch.nn.utils.get_total_norm(gradients)
         module.log_dict(values)
         # Ranks whose slices of the batch differ in size differ in time, too.
