@@ -24,7 +24,7 @@ from data import Data, Grid, PatchDataset
 from datamodule import WindDataModule
 from errors import DataError
 from fields import group_by_unit, split_times
-from model import FillGaps
+from model import Batch, FillGaps, masked_sums
 from options import Options
 from store import FieldReader, Location, RequestCounter
 from store_checksum import identify_data
@@ -92,12 +92,16 @@ def make_datamodule(
     )
 
 
-def make_model(options: Options, data: Data) -> FillGaps:
-    """The network for these data, with its loss and its learning rate."""
-    std = data.climatology.std.tolist()
+def make_model(options: Options, data: Data | None = None) -> FillGaps:
+    """The network, with its loss and its learning rate; without data, one of its size."""
+    std = [1.0] * len(options.variables)
+    units = {"": list(range(len(std)))}
+    if data:
+        std = data.climatology.std.tolist()
+        units = data.units
     model = FillGaps(
         std=std,
-        units=data.units,
+        units=units,
         learning_rate=options.learning_rate,
         max_steps=options.max_steps,
         seed=options.seed,
@@ -113,6 +117,12 @@ def example_input(options: Options) -> torch.Tensor:
     """A sample of zeros, as forward takes it, (1, variables + 1, size, size)."""
     size = options.patch_size
     return torch.zeros(1, len(options.variables) + 1, size, size)
+
+
+def compute_loss(module: FillGaps, batch: Batch) -> torch.Tensor:
+    """The loss of a batch on one device, outside of a Trainer: for preflight."""
+    squares, unseen = masked_sums(module(batch["input"]), batch)
+    return squares / unseen.clamp(min=1)
 
 
 def score(metrics: dict[str, float]) -> float:

@@ -7,24 +7,15 @@ You should see a line for each check, green or red, and below each red one a rem
 exit code is 0 if all are green, and 2 if not, so that `preflight.py && train.py` works.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
-import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from torch.utils.data import default_collate
 
-from block_loader import BlockLoader, BlockOrder
 from command_line import call_with_store, run
-from data import Grid, PatchDataset
-from datamodule import count_readers
 from errors import print_note
-from fields import split_times
-from model import FillGaps
 from options import Options
 from preflight.checkpoints import (
     check_start,
@@ -33,26 +24,28 @@ from preflight.checkpoints import (
     write_checkpoint,
 )
 from preflight.findings import Finding, collect
-from preflight.machine import check_machine, free_memory
-from preflight.memory import Memory, add_up, blocks_waiting, judge_memory
+from preflight.machine import check_machine
+from preflight.patches import (
+    check_values,
+    open_and_check,
+    patch_bytes,
+    samples_at_once,
+    take_batch,
+)
 from preflight.ranks import check_ranks
-from preflight.store import Rate, block_bytes, check_store
+from preflight.store import RETRY_TIMEOUT, Rate
 from preflight.training import (
     OVERFIT_SAMPLES,
     Trial,
-    check_values,
     judge_overfit,
     judge_pace,
     make_trial,
     measure_pace,
     overfit,
 )
-from prices import read_prices
-from store import FieldReader, Location
+from store import Location
 from task import make_data, make_datamodule, make_model
 
-PRICES = Path(__file__).parent.parent / "prices.toml"
-RETRY_TIMEOUT = 10  # seconds: a store that does not answer is found out soon
 NEEDED = ("store", "memory")  # without these, nothing can be trained
 # Remedies for errors that bring none.
 UNEXPECTED = "train.py would end with this error, too"
@@ -81,12 +74,14 @@ def check(options: Options, location: Location) -> list[Finding]:
     fabric = launch(options)
     done = collect(fabric, "ranks", check_ranks(fabric, options), UNEXPECTED)
     options = replace(options, compile=False)
-    module = make_network(options)
+    module = make_model(options)
     weights = sum(values.nbytes for values in module.parameters())
     batch = samples_at_once(options, fabric) * patch_bytes(options)
     machine = check_machine(options, fabric.device, 3 * weights, batch)
     done += collect(fabric, "machine", machine, UNEXPECTED)
-    done += check_checkpoints(fabric, options, make_trial(module, fabric))
+    done += check_checkpoints(
+        fabric, options, make_trial(module, fabric, options.learning_rate)
+    )
 
     rates: list[Rate] = []
     store = open_and_check(fabric, options, location, rates)
@@ -97,17 +92,6 @@ def check(options: Options, location: Location) -> list[Finding]:
     options = replace(options, max_steps=MANY)
     training = check_training(fabric, options, location, rates)
     return done + collect(fabric, "training", training, UNEXPECTED)
-
-
-def samples_at_once(options: Options, fabric: Fabric) -> int:
-    """How many samples a rank has in a micro-batch, at most."""
-    pieces = fabric.world_size * options.accumulate_grad_batches
-    return math.ceil(options.batch_size / pieces)
-
-
-def patch_bytes(options: Options) -> int:
-    """A sample in a batch: input, target, unseen and weight, in float32."""
-    return 4 * (2 * len(options.variables) + 3) * options.patch_size**2
 
 
 def check_checkpoints(fabric: Fabric, options: Options, trial: Trial) -> list[Finding]:
@@ -126,104 +110,20 @@ def check_checkpoints(fabric: Fabric, options: Options, trial: Trial) -> list[Fi
     return done
 
 
-def open_and_check(
-    fabric: Fabric, options: Options, location: Location, rates: list[Rate]
-) -> Iterator[Finding]:
-    """The store, the memory that its patches and maps take, and how fast it is.
-
-    A store that does not answer is given up soon. Rates are put into `rates`.
-    """
-    soon = replace(location, retry_timeout=RETRY_TIMEOUT)
-    fields = FieldReader(soon, options.variables, options.level).open()
-    sizes = ", ".join(f"{dim} {size}" for dim, size in fields.sizes.items())
-    yield Finding("store", f"opens; {sizes}")
-    Grid(fields.latitude.values, fields.longitude.values).patch_space(
-        options.patch_size
-    )
-    period = split_times(fields.time, {"--train-times": options.train_times})[0]
-    reader = FieldReader(location, options.variables, options.level)
-    blocks = reader.split_by_chunk(period.positions)
-    size = block_bytes(reader, blocks)
-
-    free = free_memory(options.devices)
-    on_device = None
-    if fabric.device.type == "cuda":
-        on_device = torch.cuda.mem_get_info(fabric.device)[0]
-    yield judge_memory(add_up_memory(fabric, options, size), free, on_device)
-    prices = read_prices(PRICES)
-    per_block = options.patches_per_block
-    yield from check_store(reader, period, per_block, prices, free // 4, rates)
-
-
-def add_up_memory(fabric: Fabric, options: Options, block: int) -> Memory:
-    """What this rank will hold. A block, of one variable, has so many bytes."""
-    size = options.patch_size
-    batch_size = options.batch_size
-    per_block = options.patches_per_block
-    order = BlockOrder(
-        blocks=1,
-        batch_size=batch_size,
-        slots=options.shuffle_slots,
-        patches_per_block=per_block,
-        seed=options.seed,
-    )
-    loader = BlockLoader(order, [], read_block=None, make_batch=None)
-    workers = options.num_workers
-    batches = order.steps_per_round * options.accumulate_grad_batches
-    samples = samples_at_once(options, fabric)
-    waiting = blocks_waiting(
-        slots=math.ceil(options.shuffle_slots / fabric.world_size),
-        batch=samples,
-        patches_per_block=per_block,
-        ahead=loader.depth,
-        workers=workers,
-        readers=count_readers(workers, batches),
-    )
-    patch = 4 * len(options.variables) * size**2
-    waiting *= per_block * patch
-    waiting += max(1, workers) * loader.threads * block  # being read
-
-    inputs = torch.zeros(1, len(options.variables) + 1, size, size)
-    inputs = fabric.to_device(inputs.to(memory_format=torch.channels_last))
-    module = fabric.to_device(make_network(options))
-    with fabric.autocast():
-        return add_up(module, inputs, samples, fabric.world_size, waiting)
-
-
-def make_network(options: Options) -> FillGaps:
-    """The run's network, before there are data."""
-    variables = len(options.variables)
-    return FillGaps(
-        std=[1.0] * variables,
-        units={"": list(range(variables))},
-        learning_rate=options.learning_rate,
-        max_steps=options.max_steps,
-        seed=options.seed,
-        padding=options.padding,
-    )
-
-
 def check_training(
     fabric: Fabric, options: Options, location: Location, rates: list[Rate]
 ) -> Iterator[Finding]:
     """The data's values, a batch that is learnt, and whether the loader keeps up."""
     data = make_data(options, location)
     module = make_datamodule(options, data)
-    training = module.blocks.maker
-    makers = {
-        "training": training,
-        "validation": module.validation.maker,
-        "test": module.test.maker,
-    }
-    values = check_values(data.reader, makers)
+    values = check_values(module)
     yield values
     if values.is_red:
         return
-    trial = make_trial(make_model(options, data), fabric)
+    rate = options.learning_rate
+    trial = make_trial(make_model(options, data), fabric, rate)
     count = min(OVERFIT_SAMPLES, samples_at_once(options, fabric))
-    dataset = PatchDataset(training, data.reader, options.batch_size, options.seed)
-    samples = dataset.__getitems__([(0, k) for k in range(count)])
-    yield judge_overfit(overfit(trial, default_collate(samples)), options.learning_rate)
+    yield judge_overfit(overfit(trial, take_batch(module, count)), rate)
 
     loader = module.train_loader(fabric.global_rank, fabric.world_size)
     pace = measure_pace(trial, loader)

@@ -17,6 +17,7 @@ from prices import Prices
 from store import FieldReader, Location, connect
 
 REQUESTS = 100  # of one byte
+RETRY_TIMEOUT = 10  # seconds: a store that does not answer is found out soon
 BUDGET = 10.0  # seconds for each kind of measurement
 AT_ONCE = (64, 16, 4, 1)  # reads; the most first, in case that the time is over
 LEAST_BLOCKS = 4  # to measure a rate

@@ -1,22 +1,19 @@
-"""Whether the data are whole, a batch can be learnt, and the loader keeps up."""
+"""Whether a batch can be learnt, and the loader keeps up."""
 
-import math
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from data import PatchMaker, Reader
-from model import Batch, FillGaps, learning_rate_factor, masked_sums
 from preflight.findings import Finding
+from task import compute_loss
 
-MAPS = 48  # that are searched for bad values
-MAPS_AT_ONCE = 16
 OVERFIT_STEPS = 100
 OVERFIT_SAMPLES = 8
 FIRST_STEPS = 8  # of the loader, that are left out: it starts up
@@ -25,67 +22,19 @@ BUDGET = 30.0  # seconds
 WORTHWHILE = 1.1  # times faster without any wait: below it, leave the loader alone
 
 
-def check_values(reader: Reader, makers: dict[str, PatchMaker]) -> Finding:
-    """Look at whole maps of each period for values that would end a run."""
-    searched = []
-    for name, maker in makers.items():
-        number = len(maker.period.dates)
-        times = choose_times(number)
-        searched.append(f"{len(times)} of {number:,} {name}")
-        for some in np.array_split(times, math.ceil(len(times) / MAPS_AT_ONCE)):
-            finding = search_maps(reader, maker, some)
-            if finding:
-                return finding
-    return Finding("values", f"no bad one in {', '.join(searched)} maps")
-
-
-def choose_times(number: int) -> np.ndarray:
-    """Some random times of so many, or all if there are few."""
-    rng = np.random.default_rng(0)
-    return np.sort(rng.permutation(number)[:MAPS])
-
-
-def search_maps(reader: Reader, maker: PatchMaker, times: np.ndarray) -> Finding | None:
-    """A finding that names the first bad value, or None."""
-    period = maker.period
-    regions = [{"time": period.positions[time]} for time in times]
-    maps = reader.read_at_once(regions)
-    bad = find_bad(maps, maker)
-    if not bad.any():
-        return None
-    n, number = np.argwhere(bad.any(axis=(2, 3)))[0]
-    date = str(period.dates[times[n]])[:16]
-    text = f"{maker.variables[number]} on {date}: NaN or infinity"
-    text += f" in {bad[n, number].sum():,} cells"
-    remedy = "replace infinities; --missing mask leaves cells with NaN out"
-    return Finding("values", text, remedy)
-
-
-def find_bad(maps: np.ndarray, maker: PatchMaker) -> np.ndarray:
-    """Where a value must not be what it is, in maps (times, variables, H, W).
-
-    A cell may be NaN at all times, and under --missing mask at any time.
-    """
-    bad = np.isinf(maps)
-    if maker.missing == "refuse":
-        bad |= np.isnan(maps) & maker.valid
-    return bad
-
-
 @dataclass(frozen=True)
 class Trial:
     """A network that this rank trains for some steps by itself, to be thrown away."""
 
-    module: FillGaps
+    module: LightningModule
     optimizer: torch.optim.Optimizer
     fabric: Fabric
 
-    def step(self, batch: Batch) -> float:
+    def step(self, batch: Any) -> float:
         """One step; the loss before it. It waits for the device."""
         batch = self.fabric.to_device(batch)
         with self.fabric.autocast():
-            squares, unseen = masked_sums(self.module(batch["input"]), batch)
-            loss = squares / unseen.clamp(min=1)
+            loss = compute_loss(self.module, batch)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -97,21 +46,23 @@ class Trial:
         return {"state_dict": self.module.state_dict(), "optimizer_states": [moments]}
 
 
-def make_trial(module: FillGaps, fabric: Fabric) -> Trial:
-    """The network on its device, with the run's optimizer at its full learning rate."""
+def make_trial(module: LightningModule, fabric: Fabric, rate: float) -> Trial:
+    """The network on its device, with AdamW at this learning rate."""
     module.to(fabric.device)
-    rate = module.hparams.learning_rate
-    optimizer = torch.optim.AdamW(module.parameters(), lr=rate, fused=True)
-    for weights in module.parameters():
+    trained = [weights for weights in module.parameters() if weights.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, fused=True)
+    for weights in trained:
         weights.grad = torch.zeros_like(weights)
     optimizer.step()  # from now on it has its moments, as in a run's checkpoint
     return Trial(module, optimizer, fabric)
 
 
-def overfit(trial: Trial, batch: Batch) -> list[float]:
+def overfit(trial: Trial, batch: Any) -> list[float]:
     """The losses of a run of a few steps, with its warm-up, all with the same batch."""
-    factor = partial(learning_rate_factor, max_steps=OVERFIT_STEPS)
-    schedule = torch.optim.lr_scheduler.LambdaLR(trial.optimizer, factor)
+    warmup = OVERFIT_STEPS // 10
+    schedule = torch.optim.lr_scheduler.LinearLR(
+        trial.optimizer, start_factor=1 / warmup, total_iters=warmup
+    )
     losses = []
     for _ in range(OVERFIT_STEPS):
         losses.append(trial.step(batch))
