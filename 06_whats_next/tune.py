@@ -31,6 +31,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import MaxTrialsCallback
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+import task
 from arguments import flag_of
 from checks import check_folder
 from command_line import call_at, make_location, run
@@ -39,7 +40,6 @@ from errors import refuse
 from options import RESUME_KEYS, Options, parse_options
 from short_run import make_short_trainer
 from store import Location
-from task import make_data, make_datamodule, make_model
 
 OUTPUTS = Path("outputs/tune")
 RUNGS = 8  # how often a trial is judged, at equal numbers of samples
@@ -86,29 +86,27 @@ def make_pruner(name: str) -> BasePruner:
 
 
 class Judge(Callback):
-    """Tells Optuna the RMSE after each validation, and ends a trial that is pruned."""
+    """Tells Optuna the score after each validation, and ends a trial that is pruned."""
 
     def __init__(self, trial: Trial, batch_size: int):
         self.trial = trial
         self.batch_size = batch_size
-        self.rmse = float("nan")
+        self.score = float("nan")
         self.rung = 0
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        metrics = trainer.callback_metrics
-        self.rmse = sum(v.item() for name, v in metrics.items() if "rmse" in name)
+        logged = trainer.callback_metrics
+        metrics = {name: value.item() for name, value in logged.items()}
+        self.score = task.score(metrics)
         self.rung += 1
-        self.trial.report(self.rmse, self.rung)
+        self.trial.report(self.score, self.rung)
         self.trial.set_user_attr("samples", trainer.global_step * self.batch_size)
         if self.trial.should_prune():
             raise optuna.TrialPruned
 
 
 def train_trial(options: Options, data: Data, trial: Trial) -> float:
-    """Train with a trial's values; the RMSE in validation at its end.
-
-    With several units, the sum of their RMSEs.
-    """
+    """Train with a trial's values; the score of the validation at its end."""
     samples = options.max_steps * options.batch_size
     options = replace(options, **choose(trial))
     batch_size = options.batch_size
@@ -120,12 +118,12 @@ def train_trial(options: Options, data: Data, trial: Trial) -> float:
         shuffle_slots=4 * batch_size,
     )
     trial.set_user_attr("max_steps", options.max_steps)
-    module = make_datamodule(options, data)
-    model = make_model(options, data)
+    module = task.make_datamodule(options, data)
+    model = task.make_model(options, data)
     judge = Judge(trial, batch_size)
     trainer = make_short_trainer(options, judge, show_progress=False)
     trainer.fit(model, datamodule=module)
-    return judge.rmse
+    return judge.score
 
 
 def open_study(search: Search, seed: int) -> optuna.Study:
@@ -137,6 +135,7 @@ def open_study(search: Search, seed: int) -> optuna.Study:
         sampler=make_sampler(search.sampler, seed),
         pruner=make_pruner(search.pruner),
         load_if_exists=True,
+        direction="maximize" if task.HIGHER_IS_BETTER else "minimize",
     )
 
 
@@ -174,7 +173,7 @@ def run_trials(
     if len(study.get_trials(states=ENDED)) >= search.trials:
         return
     enough = MaxTrialsCallback(search.trials, states=ENDED)
-    data = make_data(options, location)
+    data = task.make_data(options, location)
     objective = partial(train_trial, options, data)
     study.optimize(objective, callbacks=[enough, print_trial])
 
@@ -255,8 +254,8 @@ def tune(search: Search, options: Options, location: Location) -> optuna.Study:
             with start_processes(search.processes) as processes:
                 ends = []
                 for number in range(search.processes):
-                    task = partial(run_trials, search, options, number)
-                    ends.append(processes.submit(call_at, task, location, ""))
+                    trials = partial(run_trials, search, options, number)
+                    ends.append(processes.submit(call_at, trials, location, ""))
                 for end in ends:
                     end.result()  # SystemExit, if it has refused something
     except Timeout:

@@ -99,7 +99,7 @@ def test_each_trial_trains_on_as_many_samples_and_is_judged_as_often(
 ) -> None:
     values = {"learning_rate": 1e-3, "batch_size": batch_size, "padding": "zeros"}
     trial = search_check.KeptTrial(values)
-    rmse = tune.train_trial(options, tune.make_data(options, location), trial)
+    rmse = tune.train_trial(options, tune.task.make_data(options, location), trial)
     assert len(trial.rmse) == tune.RUNGS
     assert trial.rmse[-1] == rmse
     expected = 96 if batch_size == 4 else 256  # at least a step a rung

@@ -27,7 +27,7 @@ class Chapter:
 
     at: str  # date and time
     step: int
-    skipped: list[list[int]]  # windows of batches, see recovery.py
+    skipped: list[list[int]]  # windows of batches, see survival/recovery.py
     rows: list[dict[str, str]]  # of metrics.csv
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
