@@ -230,7 +230,7 @@ BAD_INPUT = {
 
 
 def refused(capsys: pytest.CaptureFixture[str], finished: Path, *flags: object) -> str:
-    """The last line that plan.py refuses these flags with."""
+    """The last line that plan refuses these flags with."""
     with pytest.raises(SystemExit) as ended:
         plan.main([str(finished), *"--device small --samples 1e6".split(), *map(str, flags)])
     assert ended.value.code == 2

@@ -242,7 +242,7 @@ def test_told_to_stop_it_ends_and_goes_on(whole: Path, flags: list, tmp_path: Pa
 
 
 def refusal(argv: list[object], capsys: pytest.CaptureFixture[str]) -> str:
-    """The last line with which predict.py ends with exit code 2."""
+    """The last line with which predict ends with exit code 2."""
     from predict import __main__ as predict
 
     with pytest.raises(SystemExit) as error:

@@ -1,4 +1,4 @@
-"""Chapter 6: what preflight.py finds before a run: each planted fault is red, with its remedy."""
+"""Chapter 6: what preflight finds before a run: each planted fault is red, with its remedy."""
 
 import math
 import shutil
@@ -25,16 +25,8 @@ V = "10m_v_component_of_wind"
 
 @pytest.fixture(scope="module", autouse=True)
 def more_rooms(rooms) -> Iterator[None]:
-    global \
-        checkpoint_checks, \
-        findings, \
-        machine_checks, \
-        memory_sum, \
-        patches, \
-        preflight, \
-        rank_checks, \
-        store_checks, \
-        training_checks
+    global preflight, findings, checkpoint_checks, machine_checks
+    global memory_sum, patches, rank_checks, store_checks, training_checks
     from preflight import __main__ as preflight
     from preflight import checkpoints as checkpoint_checks
     from preflight import findings, patches

@@ -4,7 +4,9 @@
     torchrun --nproc-per-node 2 -m preflight FLAGS    # or your launcher, on all nodes
 
 You should see a line for each check, green or red, and below each red one a remedy. The
-exit code is 0 if all are green, and 2 if not, so that `preflight.py && train.py` works.
+exit code is 0 if all are green, and 2 if not, so that this starts only what is green:
+
+    python -m preflight FLAGS && python train.py FLAGS
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Runs another script's main, and sends a SIGTERM at a chosen moment: for drills.py.
 
-    drill_worker.py FOLDER EVENT SCRIPT FLAGS ...
+    python studies/drill_worker.py FOLDER EVENT SCRIPT FLAGS ...
 
 The signal goes to rank 1, or to torchrun itself. FOLDER then has the time of the signal,
 and the steps that each rank took.

@@ -1,4 +1,4 @@
-"""Runs train.py's main with faults planted in rank 1: for rehearsal.py.
+"""Runs train.py's main with faults injected in rank 1: for rehearsal.py.
 
     python -m studies.rehearsal_worker FOLDER FLAGS ...
 
@@ -31,7 +31,7 @@ def happens_once(marker: Path) -> bool:
     return True
 
 
-def plant_faults(folder: Path) -> None:
+def inject_faults(folder: Path) -> None:
     """Let the training step kill, spoil its batch, or sleep, depending on the step."""
     step_as_it_is = model.FillGaps.training_step
 
@@ -52,5 +52,5 @@ def plant_faults(folder: Path) -> None:
 
 if __name__ == "__main__":
     if int(os.environ.get("LOCAL_RANK", 0)) == TARGET:
-        plant_faults(Path(sys.argv[1]))
+        inject_faults(Path(sys.argv[1]))
     train.run(lambda: train.main(sys.argv[2:]))

@@ -166,7 +166,7 @@ def rows_of(rows: list[dict], sampler: str, pruner: str) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(
-        usage="search_check.py [--save-results] [any flags of train.py]",
+        usage="python -m studies.search_check [--save-results] [any flags of train.py]",
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
     )

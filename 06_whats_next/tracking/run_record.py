@@ -29,6 +29,8 @@ from options import Options
 from results import describe_machine, list_versions
 
 HERE = Path(__file__).parent.parent  # the chapter's folder
+# Programs beside train.py, on which no run depends.
+NOT_OF_A_RUN = ("plan/", "predict/", "preflight/", "studies/", "tune.py")
 # Options that say how a start goes on from another, which a repeated run does not, and
 # where this machine keeps what it has computed.
 NOT_REPEATED = ("resume", "overwrite", "climatology_dir")
@@ -72,7 +74,7 @@ def identify_code() -> dict[str, Any]:
     paths = [*HERE.glob("*.py"), *HERE.glob("*/*.py")]
     for path in sorted(paths):
         name = path.relative_to(HERE).as_posix()
-        if name.startswith("studies/"):  # no run depends on them
+        if name.startswith(NOT_OF_A_RUN):
             continue
         files.update(name.encode())
         files.update(path.read_bytes())
