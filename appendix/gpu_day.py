@@ -77,9 +77,11 @@ def run_part(name: str, plan: Plan, path: Path) -> None:
     found.finish(name)
 
 
-def run_apart(name: str, plan: Plan, path: Path, minutes: float) -> str | None:
+def run_apart(name: str, plan: Plan, path: Path, args: argparse.Namespace) -> str | None:
     """Run a part in a process of its own; None, or why it did not finish."""
-    process = get_context("fork").Process(target=run_part, args=(name, plan, path))
+    minutes = args.minutes
+    context = get_context(args.start_method)
+    process = context.Process(target=run_part, args=(name, plan, path))
     process.start()
     try:
         process.join(60 * minutes)
@@ -96,8 +98,9 @@ def run_apart(name: str, plan: Plan, path: Path, minutes: float) -> str | None:
     return "failed: see above"
 
 
-def has_gpu() -> bool:
-    """Whether torch can compute on a GPU. Asked in a fork: to ask takes memory of the GPU."""
+def can_compute() -> bool:
+    """Whether a fork of this process can compute on a GPU: asked there, because CUDA that
+    was used here could not be used in a fork any more, and takes memory of the GPU."""
     process = get_context("fork").Process(target=try_gpu)
     process.start()
     process.join()
@@ -105,8 +108,21 @@ def has_gpu() -> bool:
 
 
 def try_gpu() -> None:
-    """End with 0 if there is a GPU."""
-    sys.exit(0 if torch.cuda.is_available() else 1)
+    """End with 0 if a GPU can add numbers."""
+    try:
+        torch.ones(2, device="cuda").sum().item()
+    except (AssertionError, RuntimeError):
+        sys.exit(1)
+
+
+def choose_start_method(args: argparse.Namespace) -> str:
+    """Fork, with what is imported here, unless that has used CUDA and no fork can."""
+    for package in HEAVY:
+        importlib.import_module(package)
+    if args.dry_run or can_compute():
+        return "fork"
+    print("note: an import has used CUDA; parts begin without imports", flush=True)
+    return "spawn"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -120,6 +136,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--dry-run", action="store_true", help="tiny, on a CPU: that it works")
     add("--minutes", type=float, default=MINUTES, help="that a part may take")
     add("--output-dir", default=str(OUTPUTS), help="keeps what is finished")
+    add("--report", action="store_true", help="measure nothing: show what there is")
     add("--save-results", action="store_true", help="write results/")
     args = parser.parse_args(argv)
     for part in args.parts or []:
@@ -131,7 +148,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--save-results: --dry-run finds nothing; leave one out")
     check_folder(parser, args.output_dir)
     args.parts = list(dict.fromkeys(args.parts or PARTS))
-    if not args.dry_run and not has_gpu():
+    if not args.dry_run and not args.report and not can_compute():
         parser.error("no GPU that torch can use; give --dry-run to see what it would do")
     return args
 
@@ -154,7 +171,7 @@ def make_small_store(plan: Plan) -> None:
         print(f"make_store.py: {error.stderr.strip().splitlines()[-1]}", flush=True)
 
 
-def save(found: Found, parts: list[str], failed: dict[str, str]) -> Path:
+def save(found: Found, parts: list[str]) -> Path:
     """Write results/gpu_day_NAME.json, with the machine as its first part has found it."""
     about = found.row("machine", "describe")
     machine = about["machine"] | {
@@ -170,7 +187,7 @@ def save(found: Found, parts: list[str], failed: dict[str, str]) -> Path:
         "date": str(date.today()),
         "machine": machine,
         "versions": about["versions"],
-        "not_finished": failed,
+        "not_finished": [part for part in parts if part not in found.finished],
         "rows": [row for row in found.rows if row["case"] != "describe"],
     }
     path = HERE / "results" / f"gpu_day_{name}.json"
@@ -188,24 +205,26 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if args.again:
         found.forget(args.parts)
     todo = [part for part in args.parts if part not in found.finished]
-    for skipped in set(args.parts) - set(todo):
-        print(f"{skipped}: finished before; --again repeats it", flush=True)
+    for part in args.parts:
+        if part not in todo:
+            print(f"{part}: finished before; --again repeats it", flush=True)
+    if args.report:
+        todo = []
     if todo:
-        for package in HEAVY:
-            importlib.import_module(package)
+        args.start_method = choose_start_method(args)
     if any(PARTS[part][0] != "gpu_steps" for part in todo):
         make_small_store(plan)
-    failed = {}
+    failed = []
     for part in todo:
         print(f"{part}: begins", flush=True)
-        reason = run_apart(part, plan, path, args.minutes)
+        reason = run_apart(part, plan, path, args)
         if reason:
             print(f"{part}: {reason}", flush=True)
-            failed[part] = reason
+            failed.append(part)
     found = Found(path)
     print(gpu_tables.show(found.rows))
     if args.save_results and found.has("machine", "describe"):
-        print(f"results: {save(found, args.parts, failed).relative_to(HERE)}")
+        print(f"results: {save(found, args.parts).relative_to(HERE)}")
     elif args.save_results:
         print("no results: the part called machine did not finish")
     if failed:

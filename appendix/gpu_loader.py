@@ -28,7 +28,8 @@ def run_loader(plan: Plan, found: Found) -> None:
     """Samples/s of training by the number of workers, with and without pinned memory."""
     path = CLOUD / "outputs/buckets/winds" / plan.size.store
     for workers in plan.loader_workers:
-        for pinned in (False, True) if plan.device == "cuda" else (False,):
+        also_pinned = plan.device == "cuda" and workers in plan.pinned_workers
+        for pinned in (False, True) if also_pinned else (False,):
             memory = "pinned" if pinned else "pageable"
             case = f"{workers} workers, {memory} memory"
             if found.has("loader", case):
@@ -37,7 +38,10 @@ def run_loader(plan: Plan, found: Found) -> None:
                 options = make_options(plan, str(path), workers, folder)
                 loader = make_loader(options)
                 loader.pin_memory = pinned
-                row = train_from(loader, plan)
+                try:
+                    row = train_from(loader, plan)
+                except RuntimeError as error:  # a worker that was killed
+                    row = {"error": str(error).splitlines()[0]}
             found.add("loader", case, row)
 
 

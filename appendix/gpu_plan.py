@@ -31,10 +31,11 @@ class Plan:
     chapters: tuple[str, ...] = CHAPTERS
     steps: int = 200  # of a training, the chapters' default
     large_batch: int = 256
-    large_steps: int = 60
+    large_steps: int = 40
     workers: int = 8  # beside a large batch
     loader_workers: tuple[int, ...] = (0, 1, 2, 4, 8)
-    loader_steps: int = 24
+    pinned_workers: tuple[int, ...] = (0, 4)  # also with pinned memory
+    loader_steps: int = 16
     step_batches: tuple[int, ...] = (8, 32, 128, 512)
     widths: tuple[int, ...] = (24, 96, 192, 384)
     wide_batch: int = 64
@@ -110,8 +111,9 @@ class Found:
         return {}
 
     def add(self, part: str, case: str, values: dict[str, Any]) -> None:
-        """Keep a row, and print it."""
+        """Keep a row, in place of an older one of its case, and print it."""
         row = {"part": part, "case": case} | values
+        self.rows = [each for each in self.rows if (each["part"], each["case"]) != (part, case)]
         self.rows.append(row)
         self.write()
         print(f"  {json.dumps(row)}", flush=True)

@@ -4,15 +4,19 @@ import json
 import re
 import subprocess
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from gpu_plan import CHAPTER_6, DETERMINISTIC, DRY, Found, Plan
+from gpu_plan import CHAPTER_6, CHAPTERS, DETERMINISTIC, DRY, Found, Plan
 from gpu_train import RunError, Switches, read_module, summarize, train_apart
 from ladder import serve_store
 
-ON_STORE = 2  # the number of chapters that come before the store
+# Numbers of CHAPTERS: the first that takes several devices, a store, --eval-samples.
+SEVERAL_DEVICES = 1
+ON_STORE = 2
+IN_MODULES = 4
 BF16 = ["--precision", "bf16-mixed"]
 UNITS = {"MB": 1e6, "GB": 1e9}
 
@@ -21,14 +25,13 @@ def make_flags(plan: Plan, chapter: str, store: list[str], accelerator: str) -> 
     """The flags of a training with the chapter's defaults on one device."""
     flags = ["--accelerator", accelerator, "--max-steps", plan.steps]
     flags += ["--patch-size", plan.size.patch, "--batch-size", plan.size.batch]
-    if chapter != "01_setup":
+    number = CHAPTERS.index(chapter)
+    if number >= SEVERAL_DEVICES:
         flags += ["--devices", 1]
-    if chapter in ("05_model_profiling", "06_whats_next"):
+    if number >= ON_STORE:
         flags += store
-        if plan.device == "cpu":
-            flags += ["--eval-samples", 2]
-    elif chapter not in ("01_setup", "02_multi_gpu"):
-        flags += store
+    if number >= IN_MODULES and plan == DRY:
+        flags += ["--eval-samples", 2]
     return list(map(str, flags))
 
 
@@ -45,7 +48,7 @@ def train_each(part: str, cases: dict[str, tuple[str, list[str]]], found: Found)
 
 
 def run_ladder(plan: Plan, found: Found) -> None:
-    """Each chapter's default training on the GPU, and the last two in bfloat16."""
+    """Each chapter's default training on the GPU, chapter 5's in bfloat16, too."""
     cases = {}
     with serve_store(plan.size) as store:
         for chapter in plan.chapters:
@@ -69,17 +72,16 @@ def run_cpu(plan: Plan, found: Found) -> None:
 
 
 def run_large(plan: Plan, found: Found) -> None:
-    """A batch that suits a GPU, with and without workers, in the last two chapters."""
+    """A batch that suits a GPU, with workers, in the last two chapters."""
     cases = {}
     with serve_store(plan.size) as store:
         for chapter in plan.chapters[-2:]:
             flags = make_flags(plan, chapter, store, plan.accelerator)
             flags += ["--batch-size", str(plan.large_batch), *BF16]
             flags += ["--max-steps", str(plan.large_steps)]
-            for workers in dict.fromkeys((plan.workers, 0)):
-                name = f"{chapter}, batch {plan.large_batch}, {workers} workers"
-                some = [*flags, "--num-workers", str(workers)]
-                cases[name] = chapter, some
+            flags += ["--num-workers", str(plan.workers)]
+            name = f"{chapter}, batch {plan.large_batch}, {plan.workers} workers"
+            cases[name] = chapter, flags
         train_each("large", cases, found)
 
 
@@ -91,8 +93,12 @@ def run_exact(plan: Plan, found: Found) -> None:
     """
     with serve_store(plan.size) as store, TemporaryDirectory() as root:
         for kind in plan.kernels:
-            if not found.has("exact", f"killed and resumed, {kind}"):
+            if found.has("exact", f"killed and resumed, {kind}"):
+                continue
+            try:
                 compare_repeats(plan, found, store, Path(root), kind)
+            except RunError as error:
+                found.add("exact", kind, {"error": str(error)})
         if not found.has("exact", "GPU without TF32 against CPU"):
             compare_devices(plan, found, store, Path(root))
 
@@ -115,14 +121,14 @@ def compare_repeats(plan: Plan, found: Found, store: list[str], root: Path, kind
     first, second, resumed = (root / f"{kind} {n}" for n in range(3))
     for folder in (first, second):
         train_apart("06_whats_next", flags, folder, switches)
-    row = compare_weights(first, second)
+    row = compare_apart(first, second)
     row["warnings"] = list_warnings(first / "log.txt")
     found.add("exact", f"twice, {kind}", row)
     killed = Switches(deterministic=is_deterministic, kill_after=plan.killed_after)
     train_apart("06_whats_next", flags, resumed, killed)
     going_on = [*flags, "--resume", "auto"]
     train_apart("06_whats_next", going_on, resumed, switches)
-    row = compare_weights(first, resumed)
+    row = compare_apart(first, resumed)
     row["killed_after"] = plan.killed_after
     row["resumed_at"] = [path.name for path in resumed.glob("resumed_at_*")]
     found.add("exact", f"killed and resumed, {kind}", row)
@@ -141,8 +147,14 @@ def compare_devices(plan: Plan, found: Found, store: list[str], root: Path) -> N
             continue
         folder = root / name
         train_apart("06_whats_next", flags, folder, Switches(tf32=tf32))
-        row = compare_weights(cpu, folder) | {"steps": steps}
+        row = compare_apart(cpu, folder) | {"steps": steps}
         found.add("exact", f"GPU {name} TF32 against CPU", row)
+
+
+def compare_apart(one: Path, other: Path) -> dict:
+    """compare_weights in a fork: threads that torch has started here would hang later forks."""
+    with get_context("fork").Pool(1) as pool:
+        return pool.apply(compare_weights, (one, other))
 
 
 def compare_weights(one: Path, other: Path) -> dict:

@@ -55,7 +55,7 @@ def summarize(chapter: str, flags: list[str], switches: Switches = Switches()) -
         found = train_apart(chapter, flags, Path(folder), switches)
     row = {"rmse": next(iter(found["rmse"]["U-Net"].values()))}
     names = ("samples_per_second", "data_wait_share", "steps", "peak_memory_gb")
-    for name in (*names, "gpu_peak_gb", "gpu_reserved_gb", "gpu_joules"):
+    for name in (*names, "gpu_peak_gb", "gpu_reserved_gb", "gpu_joules_of_run"):
         row[name] = found.get(name)
     return row
 
@@ -112,8 +112,9 @@ def call_main(chapter: str, flags: list[str], folder: Path, switches: Switches) 
     counters = Counters()
     began = counters.joules()
     script.main(flags)
-    took = {"gpu_joules": joules_between(began, counters.joules())}
+    took = {}
     if torch.cuda.is_initialized():
+        took["gpu_joules_of_run"] = joules_between(began, counters.joules())
         took["gpu_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
         took["gpu_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
     (folder / "gpu.json").write_text(json.dumps(took))
