@@ -214,10 +214,16 @@ def main(argv: list[str] | None = None) -> list[dict]:
         args.start_method = choose_start_method(args)
     if any(PARTS[part][0] != "gpu_steps" for part in todo):
         make_small_store(plan)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a launcher ignores Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     failed = []
     for part in todo:
         print(f"{part}: begins", flush=True)
-        reason = run_apart(part, plan, path, args)
+        try:
+            reason = run_apart(part, plan, path, args)
+        except KeyboardInterrupt:
+            print(f"{part}: stopped; the same command goes on", flush=True)
+            raise SystemExit(130) from None
         if reason:
             print(f"{part}: {reason}", flush=True)
             failed.append(part)
