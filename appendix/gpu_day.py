@@ -65,6 +65,7 @@ HEAVY = (
 def run_part(name: str, plan: Plan, path: Path) -> None:
     """The whole of a part's process."""
     os.setsid()  # what it starts can be killed with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as what it starts expects
     module, function = PARTS[name]
     if module != "gpu_runs":
         sys.path.insert(0, str(CHAPTER_5))

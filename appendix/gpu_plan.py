@@ -113,7 +113,8 @@ class Found:
     def add(self, part: str, case: str, values: dict[str, Any]) -> None:
         """Keep a row, in place of an older one of its case, and print it."""
         row = {"part": part, "case": case} | values
-        self.rows = [each for each in self.rows if (each["part"], each["case"]) != (part, case)]
+        if self.has(part, case):
+            self.rows.remove(self.row(part, case))
         self.rows.append(row)
         self.write()
         print(f"  {json.dumps(row)}", flush=True)
