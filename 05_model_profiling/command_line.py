@@ -28,7 +28,7 @@ KNOWN_WARNINGS = (
     "You're resuming from a checkpoint that ended before the epoch",  # data follow the step
     "Experiment logs directory .* exists",
     "Checkpoint directory .* exists",
-    "Couldn't infer the batch indices",  # predict.py knows its maps by number
+    "Couldn't infer the batch indices",  # predict knows its maps by number
     "The dirpath has changed",  # --resume CKPT of another folder
     "`broadcast_buffers` is deprecated",
     "GPU available but not used",  # with --accelerator cpu
@@ -75,7 +75,7 @@ def call_at(
     except DataError as error:
         print(file=sys.stderr)  # below the progress bar
         reason = str(error).split("DataError: ")[-1].strip()  # a worker's has its stack
-        if not reason.startswith("--"):
+        if not reason.startswith(("--", "task.py")):
             reason = f"--store {named.url or '(the demo store)'}: {reason}"
         refuse(reason)
     except CheckpointError as error:

@@ -2,9 +2,8 @@
 
 import argparse
 import os
-
-# Says what to mend, and exits with code 2.
-refuse = argparse.ArgumentParser(usage=argparse.SUPPRESS).error
+import sys
+from pathlib import Path
 
 
 class DataError(Exception):
@@ -13,6 +12,16 @@ class DataError(Exception):
 
 class CheckpointError(Exception):
     """Why a run cannot go on from a checkpoint, and what to do about it, in one line."""
+
+
+def program() -> str:
+    """What was started: train.py, or preflight for `python -m preflight`."""
+    path = Path(sys.argv[0])
+    return path.parent.name if path.name == "__main__.py" else path.name
+
+
+# Says what to mend, and exits with code 2.
+refuse = argparse.ArgumentParser(prog=program(), usage=argparse.SUPPRESS).error
 
 
 def first_line(error: BaseException) -> str:

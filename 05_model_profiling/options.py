@@ -17,6 +17,7 @@ from checks import (
     set_slots,
 )
 from devices import set_devices, set_precision
+from errors import program
 
 # What you change for data of your own, here or by flags.
 VARIABLES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
@@ -194,7 +195,9 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
 def make_parser(summary: str) -> argparse.ArgumentParser:
     """Each option and its default."""
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
+    parser = argparse.ArgumentParser(
+        prog=program(), description=summary, formatter_class=show_defaults
+    )
     for group in reversed(Options.__bases__):
         add_options(parser, group)
     return parser

@@ -145,7 +145,8 @@ class FillGaps(LightningModule):
         unseen = unseen.clamp(min=1)
         scale = self.trainer.world_size / unseen
         scale *= self.trainer.accumulate_grad_batches
-        gradients = [parameter.grad for parameter in self.parameters()]
+        trained = [one for one in self.parameters() if one.grad is not None]
+        gradients = [parameter.grad for parameter in trained]
         torch._foreach_mul_(gradients, scale)  # one kernel instead of one a parameter
         self.log("loss", squares / unseen)
         self.sums = torch.zeros_like(self.sums)

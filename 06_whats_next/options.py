@@ -21,7 +21,7 @@ from checks import (
 )
 from config_file import read_flags
 from devices import set_devices, set_precision
-from errors import refuse
+from errors import program, refuse
 
 # What you change for data of your own, here or by flags.
 VARIABLES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
@@ -278,7 +278,9 @@ def refuse_file(path: str, message: str) -> NoReturn:
 def make_parser(summary: str) -> argparse.ArgumentParser:
     """Each option and its default."""
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
+    parser = argparse.ArgumentParser(
+        prog=program(), description=summary, formatter_class=show_defaults
+    )
     file = "options in JSON, such as a run's options.json; flags win"
     add = parser.add_argument
     add("--config", action="append", default=[], metavar="FILE", help=file)

@@ -1,17 +1,38 @@
-"""The task: what a run's data, loaders and model are. Change these for a task of your own."""
+"""The task: what the run asks of data, model and score. Write your own in this file's place.
 
+train.py, survival/, tracking/ and plan/ know nothing else of the winds. They ask that
+
+- the data module has `first_step`, and its order depends on the step alone;
+- its training loader is a TimedLoader (clock.py);
+- the model has an `example_input_array`, one optimizer, and logs LOSS in each step, the
+  same on all ranks (self.log with sync_dist=True);
+- what the model draws, such as dropout, it draws from torch's own generators.
+"""
+
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from math import isnan, prod
 from pathlib import Path
 
+import torch
+from lightning.pytorch import Callback, Trainer
+
+import evaluation
 from block_loader import BlockOrder, Window
-from data import Data, Grid
+from data import Data, Grid, PatchDataset
 from datamodule import WindDataModule
+from errors import DataError
 from fields import group_by_unit, split_times
-from model import FillGaps
+from model import Batch, FillGaps, masked_sums
 from options import Options
-from store import FieldReader, Location
+from store import FieldReader, Location, RequestCounter
+from store_checksum import identify_data
 from store_climatology import load_climatology
 from wind_blocks import WindBlocks
+
+LOSS = "loss"  # what training logs, and what must be finite and no spike
+HIGHER_IS_BETTER = False  # of score()
 
 
 def make_data(options: Options, location: Location) -> Data:
@@ -44,6 +65,11 @@ def make_data(options: Options, location: Location) -> Data:
     )
 
 
+def describe_data(data: Data) -> dict[str, str]:
+    """Checksums for the record. A run goes on only with data of the same "values"."""
+    return identify_data(data.reader, data.training)
+
+
 def make_datamodule(
     options: Options, data: Data, first_step: int = 0, skipped: tuple[Window, ...] = ()
 ) -> WindDataModule:
@@ -66,17 +92,94 @@ def make_datamodule(
     )
 
 
-def make_model(options: Options, data: Data) -> FillGaps:
-    """The network for these data, with its loss and its learning rate."""
-    std = data.climatology.std.tolist()
+def make_model(options: Options, data: Data | None = None) -> FillGaps:
+    """The network, with its loss and its learning rate; without data, one of its size."""
+    std = [1.0] * len(options.variables)
+    units = {"": list(range(len(std)))}
+    if data:
+        std = data.climatology.std.tolist()
+        units = data.units
     model = FillGaps(
         std=std,
-        units=data.units,
+        units=units,
         learning_rate=options.learning_rate,
         max_steps=options.max_steps,
         seed=options.seed,
         padding=options.padding,
     )
+    model.example_input_array = example_input(options)
     if options.compile:
         model.model.compile()  # not the LightningModule: self.log would break the graph
     return model
+
+
+def example_input(options: Options) -> torch.Tensor:
+    """A sample of zeros, as forward takes it, (1, variables + 1, size, size)."""
+    size = options.patch_size
+    return torch.zeros(1, len(options.variables) + 1, size, size)
+
+
+def compute_loss(module: FillGaps, batch: Batch) -> torch.Tensor:
+    """The loss of a batch on one device, outside of a Trainer: for preflight."""
+    squares, unseen = masked_sums(module(batch["input"]), batch)
+    return squares / unseen.clamp(min=1)
+
+
+def score(metrics: dict[str, float]) -> float:
+    """How good a validation is, from what it logged: over all units, the product of the RMSEs."""
+    rmse = [value for name, value in metrics.items() if name.startswith("rmse")]
+    if not rmse:
+        raise LookupError("rmse")
+    if any(map(isnan, rmse)):
+        reason = "no value is present in any patch"
+        raise DataError(f"--validation-times: {reason}; give others")
+    return prod(rmse)
+
+
+def closer_look(
+    options: Options, data: Data
+) -> Callable[[Trainer, FillGaps], dict[str, float]]:
+    """What measures a model anew that may be the best: the same metrics on more patches.
+
+    None, in a task whose validation looks at all that there is.
+    """
+    number = options.full_validation_patches
+    patches = data.eval_patches(data.validation, options.patch_size, number)
+    return partial(measure_rmse, patches=patches)
+
+
+def measure_rmse(
+    trainer: Trainer, module: FillGaps, patches: PatchDataset
+) -> dict[str, float]:
+    """The RMSE on all patches, in each unit. Each rank takes its share of them."""
+    for batch in trainer.datamodule.eval_loader(patches):
+        batch = trainer.strategy.batch_to_device(batch)
+        with torch.no_grad(), trainer.precision_plugin.val_step_context():
+            module.validation_step(batch, 0)
+    rmse = {}
+    for mean_square, unit in zip(module.mean_squares, module.hparams.units):
+        rmse[f"rmse ({unit})"] = mean_square.compute().sqrt().item()
+        mean_square.reset()
+    return rmse
+
+
+def make_callbacks() -> list[Callback]:
+    """What else follows the run: here, the requests that its data cost."""
+    return [RequestCounter()]
+
+
+def report(metrics: dict, options: Options, trainer: Trainer) -> None:
+    """Add the task's metrics, draw an example, and print the summary; on rank 0."""
+    module = trainer.lightning_module
+    patches = trainer.datamodule.test
+    units = module.hparams.units
+    [counter] = (one for one in trainer.callbacks if isinstance(one, RequestCounter))
+    metrics["missing_chunks"] = counter.missing_chunks
+    if options.count_requests:
+        metrics |= counter.per_sample()
+    metrics["rmse"] = evaluation.baselines(patches, units)
+    tested = metrics["tested"]
+    metrics["rmse"]["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
+    picture = Path(options.output_dir, "fill.png")
+    evaluation.plot_example(patches, units, module.model).savefig(picture)
+    evaluation.print_summary(metrics, options.test_times, picture)

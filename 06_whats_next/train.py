@@ -12,35 +12,35 @@ Exit codes: 0, finished. 2, something to mend. 75, stopped with a checkpoint: ru
 """
 
 import gc
+import json
 import sys
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from boundary import EXIT_LOST, StepBoundary, Stopped
-from checkpoints import BackgroundWriter, Checkpoints, open_checkpoints
+import task
 from clock import StepClock, peak_memory_gb
 from command_line import call_with_store, run
-from data import Data
-from datamodule import WindDataModule
 from errors import print_note
-from evaluation import baselines
-from heartbeat import Heartbeat, is_lost_rank, name_lost_rank
 from options import Options
-from preemption import Preemption
-from recovery import BadLoss, LossHistory
-from resume import Start, delete_later, find_start, refuse_later, skip_batches
-from run_record import RunRecord, check_record, make_record, write_record
-from store import Location, RequestCounter
-from task import make_data, make_datamodule, make_model
-from tracking import LossBar, StepTimes, draw_and_report, make_loggers
-from validation import BestCheckpoint
+from store import Location
+from survival.best import BestCheckpoint
+from survival.boundary import EXIT_LOST, StepBoundary, Stopped
+from survival.checkpoints import BackgroundWriter, Checkpoints, open_checkpoints
+from survival.heartbeat import Heartbeat, is_lost_rank, name_lost_rank
+from survival.preemption import Preemption
+from survival.recovery import BadLoss, LossHistory
+from survival.resume import Start, delete_later, find_start, refuse_later, skip_batches
+from tracking.loggers import LossBar, make_loggers
+from tracking.run_record import RunRecord, check_record, make_record, write_record
+from tracking.step_times import StepTimes
 
 
 def make_trainer(
@@ -76,7 +76,11 @@ def make_trainer(
         use_distributed_sampler=False,
         enable_model_summary=False,
         logger=loggers,
-        callbacks=[*callbacks, LearningRateMonitor(), LossBar(options.log_every)],
+        callbacks=[
+            *callbacks,
+            LearningRateMonitor(),
+            LossBar(task.LOSS, options.log_every),
+        ],
         plugins=[writer],
     )
     # Lightning's handlers send tensors from within a step. Preemption has set its own.
@@ -86,7 +90,7 @@ def make_trainer(
 
 def run_from(
     start: Start,
-    data: Data,
+    data: Any,
     options: Options,
     checkpoints: Checkpoints,
     preemption: Preemption,
@@ -97,16 +101,21 @@ def run_from(
     `began` is when this process did, by perf_counter. BadLoss at a loss that must not reach a checkpoint.
     """
     folder = Path(options.output_dir)
-    record = make_record(asdict(options), data, start)
+    identity = task.describe_data(data)
+    record = make_record(asdict(options), identity, start.step, start.skipped)
     if start.record:
         check_record(start.record, record)
-    datamodule = make_datamodule(options, data, start.step, start.skipped)
-    model = make_model(options, data)
-    writer = BackgroundWriter(checkpoints, options.keep, start.checkpoint)
+    datamodule = task.make_datamodule(options, data, start.step, start.skipped)
+    model = task.make_model(options, data)
+    writer = BackgroundWriter(
+        checkpoints, options.keep, start.checkpoint, task.HIGHER_IS_BETTER
+    )
     boundary = StepBoundary(
         writer,
         preemption,
         LossHistory(options.spike_factor),
+        loss=task.LOSS,
+        seed=options.seed,
         skipped=start.skipped,
         every_steps=options.checkpoint_every,
         every_minutes=options.checkpoint_minutes,
@@ -114,17 +123,22 @@ def run_from(
         grace=options.grace,
         group_timeout=options.process_group_timeout,
     )
-    size = options.patch_size
-    number = options.full_validation_patches
-    many = data.eval_patches(data.validation, size, number)
     clock = StepClock()
-    counter = RequestCounter()
+    closer_look = task.closer_look(options, data)
     # The best one first: it validates, which the clock must not take for steps.
-    best = BestCheckpoint(writer, many)
+    best = BestCheckpoint(writer, task.score, task.HIGHER_IS_BETTER, closer_look)
     times = StepTimes(folder, options.batch_size, clock)
     heartbeat = Heartbeat(folder, options.process_group_timeout)
     keeper = RunRecord(record)
-    callbacks = [best, clock, times, counter, heartbeat, boundary, keeper]
+    callbacks = [
+        best,
+        clock,
+        times,
+        *task.make_callbacks(),
+        heartbeat,
+        boundary,
+        keeper,
+    ]
     trainer = make_trainer(options, callbacks, start, writer)
     if trainer.is_global_zero:
         delete_later(checkpoints, start.step)
@@ -135,34 +149,24 @@ def run_from(
     tested = trainer.test(model, datamodule=datamodule, verbose=False)[0]
     if not trainer.is_global_zero:
         return {}
-    metrics = summarize(options, start, clock, counter)
-    metrics["rmse"] = compare_fills(data, datamodule, tested)
+    metrics = summarize(options, start, clock)
+    metrics["tested"] = tested
     metrics["seconds"] = perf_counter() - began
-    draw_and_report(metrics, folder, options.test_times, datamodule.test, model)
+    task.report(metrics, options, trainer)
+    (folder / "summary.json").write_text(json.dumps(metrics, indent=2))
     if writer.failure:
         print_note(f"the last checkpoint is not there: {writer.failure}")
         raise Stopped(EXIT_LOST)
     return metrics
 
 
-def summarize(
-    options: Options, start: Start, clock: StepClock, counter: RequestCounter
-) -> dict:
+def summarize(options: Options, start: Start, clock: StepClock) -> dict:
     """What a run took, and what it left out."""
-    metrics = {"steps": options.max_steps, "missing_chunks": counter.missing_chunks}
+    metrics = {"steps": options.max_steps}
     metrics |= clock.throughput(options.batch_size)
     metrics["peak_memory_gb"] = peak_memory_gb()
-    if options.count_requests:
-        metrics |= counter.per_sample()
     metrics["skipped_batches"] = [list(window) for window in start.skipped]
     return metrics
-
-
-def compare_fills(data: Data, datamodule: WindDataModule, tested: dict) -> dict:
-    """The RMSE of each fill in each unit, the network's as the last."""
-    rmse = baselines(datamodule.test, data.units)
-    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in data.units}
-    return rmse
 
 
 @record  # torchrun then reports the first error of all ranks
@@ -177,7 +181,7 @@ def train(options: Options, location: Location) -> dict:
     start = find_start(checkpoints, options.resume, asdict(options))
     if options.resume not in ("last", "auto") and not options.overwrite:
         refuse_later(checkpoints, start.step)
-    data = make_data(options, location)
+    data = task.make_data(options, location)
     try:
         while True:
             try:

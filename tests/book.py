@@ -69,7 +69,6 @@ CARRIED = {
         "steps.py",
         "store.py",
         "store_climatology.py",
-        "task.py",
         "wind_blocks.py",
         "workers.py",
         "ruff.toml",
@@ -119,7 +118,7 @@ def _same_bytes(one: Path, other: Path) -> bool:
     return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
 
 
-# -------------------------------------------------------------------------------- chapters and rooms
+# ------------------------------------------------------------------------------ chapters and modules
 
 
 def carried() -> list[tuple[Path, Path]]:
@@ -151,10 +150,11 @@ def carry() -> list[Path]:
     return changed
 
 
-def room_names() -> set[str]:
+def module_names() -> set[str]:
     """The names under which the Python files of all chapters and of the appendix are imported."""
     paths = [*ROOT.glob("[0-9][0-9]_*/*.py"), *ROOT.glob("appendix/*.py")]
-    return {path.stem for path in paths}
+    packages = ROOT.glob("[0-9][0-9]_*/*/__init__.py")
+    return {path.stem for path in paths} | {path.parent.name for path in packages}
 
 
 def _take_out(names: set[str]) -> dict[str, ModuleType]:
@@ -182,7 +182,7 @@ def rooms(folder: str) -> Iterator[None]:
     if _open_rooms is not None:
         raise RuntimeError(f"the rooms of {_open_rooms} are open; leave them before those of {folder}")
     path = str(ROOT / folder)
-    names = room_names() - {module.stem for module in TESTS.glob("*.py")}
+    names = module_names() - {module.stem for module in TESTS.glob("*.py")}
     put_aside = _take_out(names)
     sys.path.insert(0, path)
     _open_rooms = folder
@@ -393,6 +393,18 @@ def files_table(
         order = [name for name in order if kinds[name] != "carried"]
     rows = [[f"[`{name}`]({_target(paths[name])})", kinds[name], reasons.get(name, "")] for name in order]
     return _markdown_table(["File", "What", "Why"], rows)
+
+
+def packages_table(folder: str, headers: list[str], cells: dict[str, list[str]]) -> str:
+    """The table of the packages in a chapter's folder. `cells` must have a row for each, and no other."""
+    found = [path.parent for path in files("__init__.py") if path.parent.parent == ROOT / folder]
+    packages = {path.name: path for path in found}
+    wrong = [f"no row for {name}" for name in packages if name not in cells]
+    wrong += [f"there is no {name}" for name in cells if name not in packages]
+    if wrong:
+        raise ValueError(f"{folder}: {'; '.join(wrong)}")
+    rows = [[f"[`{name}/`]({_target(packages[name])})", *row] for name, row in cells.items()]
+    return _markdown_table(["Package", *headers], rows)
 
 
 def _diff_lines(old: str, new: str) -> list[str]:

@@ -125,7 +125,7 @@ def _kill_with_checkpoints(place: tuple[int, Path, int]) -> None:
 
 def _wait_for_writes(wanted: bool) -> None:
     """Let chapter 6 write each checkpoint before it goes on: then none is left out, however slow the disk."""
-    import checkpoints
+    from survival import checkpoints
 
     save = checkpoints.BackgroundWriter.save_checkpoint
 
@@ -273,14 +273,14 @@ FAULTS = {
 
 
 # Programs of chapters 5 and 6 that take the options of train.py.
-TAKE_OPTIONS = (
-    "train.py profiler.py preflight.py tune_hyperparameters.py search_check.py moving_average.py".split()
-)
+TAKE_OPTIONS = "train.py profiler.py preflight/__main__.py tune.py studies/search_check.py studies/moving_average.py".split()
 
 
 def run(script: str | Path, argv: list[str], **faults: float) -> None:
     """Run a script as `python SCRIPT ARGV` would in its folder, in this process, with these of FAULTS planted."""
     folder = Path(script).parent
+    if (folder / "__init__.py").exists():  # `python -m PACKAGE` in the folder above
+        folder = folder.parent
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     source = Path(script).read_text()
@@ -288,9 +288,9 @@ def run(script: str | Path, argv: list[str], **faults: float) -> None:
     if number := faults.pop("judge_by", None):
         if not Path("options.py").exists():  # chapters 1 to 4
             source = source.replace("JUDGE_SEED = 96,", f"JUDGE_SEED = {number},")
-        elif Path(script).name in TAKE_OPTIONS:
+        elif Path(script).relative_to(folder).as_posix() in TAKE_OPTIONS:
             argv = ["--eval-samples", str(number), *argv]
-    sys.argv = [Path(script).name, *argv]
+    sys.argv = [str(script), *argv]
     for name, value in faults.items():
         FAULTS[name](value)
     # As `__mp_main__`, too, under which loader workers import the script: what they raise is then found here.

@@ -110,14 +110,23 @@ def require_success(script: str | Path, *argv: object, **options: object) -> Run
 
 @contextmanager
 def started_ranks(
-    script: str | Path, ranks: int, *argv: object, planted: dict[int, dict] | None = None, **faults: float
+    script: str | Path,
+    ranks: int,
+    *argv: object,
+    planted: dict[int, dict] | None = None,
+    environment: dict | None = None,
+    **faults: float,
 ):
     """The programs that `torchrun --nproc-per-node RANKS` would start, while they run.
 
     `planted` are faults by rank, `faults` those of all.
     """
     with meeting_point() as everywhere:
-        everywhere |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "test"}
+        everywhere |= (environment or {}) | {
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "TORCHELASTIC_RUN_ID": "test",
+        }
         everywhere |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         places = [everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         each = [faults | (planted or {}).get(rank, {}) for rank in range(ranks)]

@@ -21,7 +21,7 @@ def test_an_average_of_decay_0_is_the_weights_and_others_differ(
     make_small_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are measured at each validation, and training goes on with the weights themselves."""
-    import moving_average
+    from studies import moving_average
 
     monkeypatch.setattr(moving_average, "DECAYS", (0, 0.9))
     monkeypatch.setattr(moving_average, "SEEDS", (0, 1))
@@ -40,7 +40,7 @@ def test_an_average_of_decay_0_is_the_weights_and_others_differ(
 
 
 def test_a_run_without_a_validation_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import moving_average
+    from studies import moving_average
 
     flags = [*FLAGS.split(), "--store", str(tmp_path), "--output-dir", str(tmp_path), "--max-steps", "1"]
     with pytest.raises(SystemExit) as ended:

@@ -24,13 +24,13 @@ thorough = pytest.mark.thorough
 @pytest.fixture
 def checkpoints(tmp_path: Path):
     """An empty folder of checkpoints, and a writer that keeps two of them."""
-    from checkpoints import BackgroundWriter, CheckpointFolder
+    from survival.checkpoints import BackgroundWriter, CheckpointFolder
 
     return BackgroundWriter(CheckpointFolder(str(tmp_path / "checkpoints")), keep=2)
 
 
 def test_the_newest_are_kept_and_what_is_written_is_what_was_there_at_the_save(checkpoints) -> None:
-    from checkpoints import step_name, step_names
+    from survival.checkpoints import step_name, step_names
 
     save = torch.save
     state = {"weights": torch.zeros(1000)}
@@ -128,7 +128,7 @@ def test_each_step_is_saved_once_and_never_between_its_micro_batches(
     accumulate: int, local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import train
-    from checkpoints import CheckpointFolder
+    from survival.checkpoints import CheckpointFolder
 
     saved, write = [], CheckpointFolder.write
 
@@ -144,7 +144,7 @@ def test_each_step_is_saved_once_and_never_between_its_micro_batches(
 
 
 def test_bytes_that_read_back_wrong_are_no_checkpoint(checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpoints import step_name, step_names
+    from survival.checkpoints import step_name, step_names
 
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda state, file: save(state, file) or file.truncate(200))
@@ -199,21 +199,18 @@ def test_the_rmse_in_full_is_that_of_the_few_if_they_are_all(local: list[str], t
     assert [float(value) for value in full] == pytest.approx([float(few[0])], rel=1e-6)
 
 
-def test_all_patches_are_looked_at_only_where_the_few_are_as_good_as_ever(
-    checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_patches_are_looked_at_only_where_the_few_are_as_good_as_ever(checkpoints) -> None:
     """And a state that is saved and loaded goes on from there."""
-    import validation
     from errors import DataError
-    from validation import BestCheckpoint
+    from survival.best import BestCheckpoint
+    from task import score
 
     trainer, looked = MagicMock(is_global_zero=True, loggers=[]), []
     checkpoints.keep_if_best = MagicMock()
-    look = lambda *_: looked.append(trainer.global_step) or {"m/s": 7.0}  # noqa: E731
-    monkeypatch.setattr(validation, "measure_rmse", look)
+    look = lambda *_: looked.append(trainer.global_step) or {"rmse (m/s)": 7.0}  # noqa: E731
 
     def make() -> BestCheckpoint:
-        return BestCheckpoint(checkpoints, MagicMock())
+        return BestCheckpoint(checkpoints, score, higher_is_better=False, look_closer=look)
 
     def validate(best: BestCheckpoint, step: int, few: float) -> None:
         trainer.global_step = step
@@ -233,22 +230,27 @@ def test_all_patches_are_looked_at_only_where_the_few_are_as_good_as_ever(
         validate(again, 5, float("nan"))
 
 
-def test_a_worse_score_never_takes_the_place_of_the_best_also_in_a_later_run(checkpoints) -> None:
-    from checkpoints import BackgroundWriter, best_names, step_name
+@pytest.mark.parametrize("higher_is_better, sign", [(False, 1), (True, -1)])
+def test_a_worse_score_never_takes_the_place_of_the_best_also_in_a_later_run(
+    checkpoints, higher_is_better: bool, sign: int
+) -> None:
+    """Scores that are better when higher may be negative, as a log-likelihood is."""
+    from survival.checkpoints import BackgroundWriter, best_names, step_name
 
-    for writer in (checkpoints, BackgroundWriter(checkpoints.folder, keep=2)):
+    for _ in range(2):
+        writer = BackgroundWriter(checkpoints.folder, keep=2, higher_is_better=higher_is_better)
         for step, score in ((1, 3.0), (2, 2.0), (3, 2.5)):
             writer.save_checkpoint({"step": step}, step_name(step))
-            writer.keep_if_best(step, score)
+            writer.keep_if_best(step, sign * score)
             writer.finish()
-    assert best_names(checkpoints.folder) == ["best_2.000000_step_00000002.ckpt"]
+    assert best_names(checkpoints.folder) == [f"best_{sign * 2.0:.6f}_step_00000002.ckpt"]
 
 
 def test_a_checkpoint_of_other_bytes_or_another_run_is_refused(tmp_path: Path, local, undisturbed) -> None:
-    from checkpoints import CheckpointFolder
     from errors import CheckpointError
     from options import parse_options
-    from resume import find_start, load_whole, make_start
+    from survival.checkpoints import CheckpointFolder
+    from survival.resume import find_start, load_whole, make_start
 
     run = shutil.copytree(undisturbed(1), tmp_path / "run")
     folder = CheckpointFolder(str(run / "checkpoints"))
@@ -283,10 +285,10 @@ def test_a_run_from_another_folders_checkpoint_goes_back_no_further_than_that(
     tmp_path: Path, local, undisturbed
 ) -> None:
     """After a bad loss, while its own folder has no checkpoint yet."""
-    from checkpoints import CheckpointFolder
     from options import parse_options
-    from recovery import BadLoss
-    from resume import find_start, skip_batches
+    from survival.checkpoints import CheckpointFolder
+    from survival.recovery import BadLoss
+    from survival.resume import find_start, skip_batches
 
     named = str(last_checkpoint(undisturbed(1)))
     options = asdict(parse_options("", [*SMALL, *local, "--resume", named]))
@@ -298,7 +300,7 @@ def test_a_run_from_another_folders_checkpoint_goes_back_no_further_than_that(
 
 @thorough
 def test_the_measurement_of_saves_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    import saving
+    from studies import saving
 
     saving.main(["--repeats", "1"])
     assert capsys.readouterr().out.count("it costs 2%") == 2

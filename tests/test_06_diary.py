@@ -31,7 +31,7 @@ def log_start(folder: Path, at: str, step: int, rows: list[dict], skipped: list 
 
 def test_a_killed_run_with_a_bad_loss_and_a_slow_rank_is_told_in_order(tmp_path: Path) -> None:
     """The run went on from an older step the second time, because a checkpoint was damaged."""
-    import diary
+    from tracking import diary
 
     losses = [{"step": step, "loss": 0.5} for step in range(60)]
     best = {"step": 39, "full rmse (m/s)": 1.25}
@@ -45,7 +45,7 @@ def test_a_killed_run_with_a_bad_loss_and_a_slow_rank_is_told_in_order(tmp_path:
         {"step": 50, "finding": "nothing", "rank": None, "text": "quiet again"},
     ]
     (tmp_path / "tracking.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "summary.json").write_text(json.dumps({"steps": 60, "rmse": {"U-Net": {"m/s": 1.2}}}))
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 60, "tested": {"test rmse (m/s)": 1.2}}))
     told = [(event.step, event.text) for event in diary.list_events(tmp_path)]
     starts = [text for _, text in told if text.startswith(("started", "went on"))]
     assert starts == [
@@ -54,16 +54,16 @@ def test_a_killed_run_with_a_bad_loss_and_a_slow_rank_is_told_in_order(tmp_path:
         "went on from step 20 on 2026-01-01 12:00:00; 29 steps that were logged are computed again"
         "; a loss was bad, and the run leaves out batch 48 to 49",
     ]
-    assert (40, "RMSE 1.250 m/s on all validation patches") in told
+    assert (40, "all of the validation: rmse (m/s) 1.250") in told
     slow = told.index((30, "rank 1 is slow"))
     assert told[slow - 1][1] == starts[2]
-    assert told[slow + 1 :] == [(50, "quiet again"), (60, "finished; RMSE of the test 1.200 m/s")]
+    assert told[slow + 1 :] == [(50, "quiet again"), (60, "finished; test rmse (m/s) 1.200")]
 
 
 def test_a_run_that_was_killed_at_once_has_a_diary_and_a_folder_without_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import diary
+    from tracking import diary
 
     log_start(tmp_path / "run", "2026-01-01 10:00:00", 0, [])
     assert [event.step for event in diary.main([str(tmp_path / "run")])] == [0]
@@ -85,7 +85,7 @@ def require_three_faults(texts: list[str]) -> None:
 
 
 def test_the_diary_that_comes_with_the_book_is_read_from_the_logs_beside_it() -> None:
-    import diary
+    from tracking import diary
 
     told = [{"step": event.step, "text": event.text} for event in diary.list_events(RESULTS / "rehearsal")]
     assert told == book.results("06_whats_next/results/rehearsal.json")["rows"]
@@ -94,7 +94,7 @@ def test_the_diary_that_comes_with_the_book_is_read_from_the_logs_beside_it() ->
 
 @pytest.mark.thorough
 def test_a_rehearsal_names_its_three_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import rehearsal
+    from studies import rehearsal
 
     monkeypatch.setattr(rehearsal, "FOLDER", tmp_path / "rehearsal")
     require_three_faults([event.text for event in rehearsal.main([])])

@@ -103,7 +103,7 @@ def test_the_pods_find_each_other_and_their_volumes() -> None:
 
 
 def test_kubernetes_retries_what_can_go_on_and_nothing_else() -> None:
-    import preemption
+    from survival import preemption
 
     spec = manifest()[1]["spec"]
     pod = spec["template"]["spec"]
@@ -169,7 +169,7 @@ def test_each_node_starts_train_py_with_its_rank_and_the_place_to_meet(starter, 
 
 
 def test_skypilot_starts_again_what_can_go_on_and_keeps_what_is_needed_for_that() -> None:
-    import preemption
+    from survival import preemption
 
     task = sky_task()
     known = {"name", "resources", "num_nodes", "workdir", "envs", "file_mounts", "setup", "run"}
@@ -211,7 +211,7 @@ def test_slurm_starts_a_task_a_gpu_and_each_starts_train_py(stub) -> None:
 
 
 def test_slurm_tells_the_tasks_in_time_and_keeps_the_log() -> None:
-    import preemption
+    from survival import preemption
 
     asked = sbatch_options()
     name, seconds = asked["signal"].split("@")  # with B: it would go to the script alone
@@ -225,7 +225,7 @@ def test_slurm_tells_the_tasks_in_time_and_keeps_the_log() -> None:
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75, 137])
 def test_slurm_requeues_the_job_after_75_and_only_then(code: int, stub, tmp_path: Path) -> None:
-    import preemption
+    from survival import preemption
 
     requeued = tmp_path / "requeued"
     stub("scontrol", f'echo "$@" > {shlex.quote(str(requeued))}')
@@ -275,7 +275,10 @@ def test_the_image_has_the_packages_of_the_lock_in_a_layer_below_the_programs() 
     sync = steps.index(("RUN", "uv sync --frozen --no-dev --no-install-project"))
     assert ("COPY", "pyproject.toml uv.lock ./") in steps[:sync]
     assert [given for name, given in steps[:sync] if name == "COPY" and "06_whats_next" in given] == []
-    assert ("COPY", "06_whats_next/*.py 06_whats_next/") in steps[sync:]
+    copied = " ".join(given for name, given in steps[sync:] if name == "COPY")
+    assert "06_whats_next/*.py 06_whats_next/prices.toml 06_whats_next/" in copied
+    for package in ("survival", "tracking", "preflight", "predict"):
+        assert f"06_whats_next/{package}/*.py 06_whats_next/{package}/" in copied
     for name, given in steps:
         sources = given.split()[:-1] if name == "COPY" and "--from" not in given else []
         assert all(any(book.ROOT.glob(source)) for source in sources)

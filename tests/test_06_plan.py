@@ -15,10 +15,9 @@ def rooms() -> Iterator[None]:
     """The chapter's files can be imported in each test."""
     global interruptions, plan, plan_check, throughput
     with book.rooms("06_whats_next"):
-        import interruptions
-        import plan
-        import plan_check
-        import throughput
+        from plan import __main__ as plan
+        from plan import interruptions, throughput
+        from studies import plan_check
 
         yield
 
@@ -231,7 +230,7 @@ BAD_INPUT = {
 
 
 def refused(capsys: pytest.CaptureFixture[str], finished: Path, *flags: object) -> str:
-    """The last line that plan.py refuses these flags with."""
+    """The last line that plan refuses these flags with."""
     with pytest.raises(SystemExit) as ended:
         plan.main([str(finished), *"--device small --samples 1e6".split(), *map(str, flags)])
     assert ended.value.code == 2

@@ -14,7 +14,7 @@ from alone import contents
 from chapter_6 import rooms  # noqa: F401
 from runs import last_checkpoint
 
-SCRIPT = "06_whats_next/predict.py"
+SCRIPT = "06_whats_next/predict/__main__.py"
 NAMES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
 TRAIN = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 2 --shuffle-slots 8".split()
 TRAIN += ["--full-validation-patches", "24"]
@@ -64,7 +64,7 @@ def same_files(one: Path, other: Path) -> bool:
 def test_patches_cover_each_cell_and_neighbours_share_the_overlap(
     length: int, size: int, overlap: int, wraps: bool
 ) -> None:
-    from tiles import patch_starts
+    from predict.tiles import patch_starts
 
     starts = patch_starts(length, size, overlap, wraps)
     covered = np.zeros(length, int)
@@ -82,7 +82,7 @@ def test_patches_cover_each_cell_and_neighbours_share_the_overlap(
 
 @pytest.mark.parametrize("wraps", [True, False])
 def test_a_map_that_is_cut_and_joined_is_the_map(wraps: bool) -> None:
-    from tiles import Tiling
+    from predict.tiles import Tiling
 
     field = np.random.default_rng(0).normal(size=(2, 37, 72)).astype("float32")
     tiling = Tiling((37, 72), 16, 5, wraps)
@@ -93,7 +93,7 @@ def test_a_map_that_is_cut_and_joined_is_the_map(wraps: bool) -> None:
 
 def test_jumps_at_the_edges_vanish_with_overlap(checkpoint: Path, store: Path) -> None:
     """Without overlap they are larger than those inside; with it they are not."""
-    import seams
+    from studies import seams
 
     flags = [str(checkpoint), "--store", str(store), "--times", "1991-01", "1991-06", "--draws", "1"]
     rows = seams.main(flags)
@@ -110,7 +110,7 @@ def test_a_map_holds_what_was_seen_and_the_networks_answer_elsewhere(
     whole: Path, store: Path, checkpoint: Path
 ) -> None:
     """One patch of the middle is compared with the network's answer to the same patch, where no other counts."""
-    from maps import load_model
+    from predict.maps import load_model
 
     filled = xr.open_zarr(whole).load()
     truth = xr.open_zarr(store)[NAMES].sel(time=filled.time).sortby("latitude").load()
@@ -145,7 +145,7 @@ def test_a_map_holds_what_was_seen_and_the_networks_answer_elsewhere(
 def test_the_metadata_are_those_of_cf_and_netcdf_has_the_same_values(
     whole: Path, flags: list, tmp_path: Path
 ) -> None:
-    import predict
+    from predict import __main__ as predict
 
     output = tmp_path / "filled.nc"
     predict.main([*map(str, flags), "--output", str(output)])
@@ -175,7 +175,7 @@ def test_what_the_store_lacks_is_filled(
     store: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The climatology comes from the training's store, for the one with gaps has only the test's times."""
-    import predict
+    from predict import __main__ as predict
 
     fields = xr.open_zarr(store)[NAMES].sel(time=slice("1991", "1992")).sortby("latitude").load()
     gaps = np.random.default_rng(0).random(fields[NAMES[0]].shape) < 0.3
@@ -242,8 +242,8 @@ def test_told_to_stop_it_ends_and_goes_on(whole: Path, flags: list, tmp_path: Pa
 
 
 def refusal(argv: list[object], capsys: pytest.CaptureFixture[str]) -> str:
-    """The last line with which predict.py ends with exit code 2."""
-    import predict
+    """The last line with which predict ends with exit code 2."""
+    from predict import __main__ as predict
 
     with pytest.raises(SystemExit) as error:
         predict.main([str(each) for each in argv])

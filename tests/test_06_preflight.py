@@ -1,4 +1,4 @@
-"""Chapter 6: what preflight.py finds before a run: each planted fault is red, with its remedy."""
+"""Chapter 6: what preflight finds before a run: each planted fault is red, with its remedy."""
 
 import math
 import shutil
@@ -18,30 +18,23 @@ import torch
 import zarr
 from chapter_6 import folder, local, rooms  # noqa: F401
 
-SCRIPT = "06_whats_next/preflight.py"
+SCRIPT = "06_whats_next/preflight/__main__.py"
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 6 --shuffle-slots 12 --patches-per-block 2".split()
 V = "10m_v_component_of_wind"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def more_rooms(rooms) -> Iterator[None]:
-    global \
-        checkpoint_checks, \
-        findings, \
-        machine_checks, \
-        memory_sum, \
-        preflight, \
-        rank_checks, \
-        store_checks, \
-        training_checks
-    import checkpoint_checks
-    import findings
-    import machine_checks
-    import memory_sum
-    import preflight
-    import rank_checks
-    import store_checks
-    import training_checks
+    global preflight, findings, checkpoint_checks, machine_checks
+    global memory_sum, patches, rank_checks, store_checks, training_checks
+    from preflight import __main__ as preflight
+    from preflight import checkpoints as checkpoint_checks
+    from preflight import findings, patches
+    from preflight import machine as machine_checks
+    from preflight import memory as memory_sum
+    from preflight import ranks as rank_checks
+    from preflight import store as store_checks
+    from preflight import training as training_checks
 
     yield
 
@@ -125,14 +118,14 @@ def test_with_missing_mask_a_map_may_have_nan() -> None:
     dataset = SimpleNamespace(missing="mask", valid=np.ones((1, 4, 4), bool))
     maps = np.zeros((2, 2, 4, 4))
     maps[1, 0, 2, 2] = np.nan
-    assert not training_checks.find_bad(maps, dataset).any()
+    assert not patches.find_bad(maps, dataset).any()
     dataset.missing = "refuse"
-    assert np.argwhere(training_checks.find_bad(maps, dataset)).tolist() == [[1, 0, 2, 2]]
+    assert np.argwhere(patches.find_bad(maps, dataset)).tolist() == [[1, 0, 2, 2]]
     dataset.valid[0, 2, 2] = False  # masked at all times
-    assert not training_checks.find_bad(maps, dataset).any()
+    assert not patches.find_bad(maps, dataset).any()
     maps[0, 0, 0, 0] = np.inf
     dataset.missing = "mask"
-    assert np.argwhere(training_checks.find_bad(maps, dataset)).tolist() == [[0, 0, 0, 0]]
+    assert np.argwhere(patches.find_bad(maps, dataset)).tolist() == [[0, 0, 0, 0]]
 
 
 def test_maps_of_the_test_are_searched_too(with_nan: Path) -> None:
@@ -142,7 +135,12 @@ def test_maps_of_the_test_are_searched_too(with_nan: Path) -> None:
     reader = FieldReader(Location(str(with_nan)), [V])
     period = split_times(reader.open().time, {"--test-times": ["1991", "1992"]})[0]
     maker = SimpleNamespace(missing="refuse", valid=np.array(True), period=period, variables=[V])
-    finding = training_checks.check_values(reader, {"test": maker})
+    here = SimpleNamespace(maker=maker)
+    blank = SimpleNamespace(
+        maker=SimpleNamespace(missing="mask", valid=maker.valid, period=period, variables=[V])
+    )
+    module = SimpleNamespace(blocks=blank, validation=blank, test=here, data=SimpleNamespace(reader=reader))
+    finding = patches.check_values(module)
     assert finding.text.startswith(f"{V} on {str(period.dates[-1])[:10]}")
 
 
@@ -162,6 +160,7 @@ def test_a_bucket_that_does_not_answer_is_found_out_soon(
 ) -> None:
     """Long before --retry-timeout is over. Its error has no remedy of its own."""
     monkeypatch.setattr(preflight, "RETRY_TIMEOUT", 1)
+    monkeypatch.setattr(patches, "RETRY_TIMEOUT", 1)
     address = f"http://127.0.0.1:{programs.free_port()}"
     place = ["--store", "s3://winds/whole", "--endpoint", address, "--anonymous"]
     with pytest.raises(SystemExit):
@@ -176,7 +175,7 @@ def test_too_large_a_batch_is_red_before_it_is_read(
     local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """With the micro-batches of its remedy, it is green."""
-    monkeypatch.setattr(preflight, "free_memory", lambda ranks: 20_000_000)
+    monkeypatch.setattr(patches, "free_memory", lambda ranks: 20_000_000)
     flags = [*SMALL, *local, "--output-dir", str(tmp_path), "--batch-size", "60", "--shuffle-slots", "60"]
     with pytest.raises(SystemExit):
         preflight.main(flags)
@@ -304,7 +303,7 @@ def test_a_checkpoint_that_another_node_cannot_read_is_red(local: list[str], tmp
 
     options = parse_options("", [*SMALL, *local, "--output-dir", str(tmp_path)])
     fabric = Fabric(accelerator="cpu", devices=1)
-    trial = training_checks.make_trial(preflight.make_network(options), fabric)
+    trial = training_checks.make_trial(preflight.make_model(options), fabric, 0.01)
     here = Location(str(tmp_path / "here"))
     elsewhere = Location(str(tmp_path / "elsewhere"))
     assert not next(checkpoint_checks.write_checkpoint(here, trial)).is_red
@@ -525,7 +524,7 @@ def test_a_file_system_that_is_full_is_red(local: list[str], tmp_path: Path) -> 
     flags = " ".join([*SMALL, *local, "--output-dir", str(tmp_path / "full/run")])
     (tmp_path / "full").mkdir()
     mount = f"mount -t tmpfs -o size=1m none {tmp_path / 'full'}"
-    command = f"{mount} && cd {book.ROOT / '06_whats_next'} && python preflight.py {flags}"
+    command = f"{mount} && cd {book.ROOT / '06_whats_next'} && python -m preflight {flags}"
     done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True)
     if "unshare" in done.stderr:
         pytest.skip(done.stderr)

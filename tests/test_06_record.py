@@ -51,7 +51,7 @@ def test_a_run_is_repeated_from_its_record_alone_to_the_bit(finished: Path, tmp_
 
 def test_a_run_is_repeated_from_its_checkpoint_alone(finished: Path, tmp_path: Path) -> None:
     """The options that are read from a checkpoint are those of the run."""
-    import run_record
+    from tracking import run_record
 
     run_record.main([str(last_checkpoint(finished)), "--save-options", str(tmp_path / "options.json")])
     assert (tmp_path / "options.json").read_bytes() == (finished / "options.json").read_bytes()
@@ -61,7 +61,7 @@ def test_the_command_line_of_a_record_gives_its_options(record: dict) -> None:
     import shlex
 
     import options
-    import run_record
+    from tracking import run_record
 
     command = shlex.split(run_record.command_of(record))
     assert command[:4] == "uv run python train.py".split()
@@ -226,7 +226,7 @@ def test_each_checkpoint_has_the_record_and_the_record_what_decides_a_run(
 ) -> None:
     saved = torch.load(last_checkpoint(finished), weights_only=True)
     assert saved["callbacks"]["RunRecord"] == record
-    assert record["seeds"]["training"] == 3
+    assert record["options"]["seed"] == 3
     assert record["options"]["learning_rate"] == 0.004
     assert record["versions"]["torch"] == torch.__version__.split("+")[0]
     assert record["machine"]["threads"] >= 1
@@ -238,8 +238,8 @@ def test_the_same_data_elsewhere_have_the_same_checksum_and_others_do_not(
 ) -> None:
     """Other times after the training's change nothing; another value of the first training map does."""
     from fields import split_times
-    from run_record import identify_data
     from store import FieldReader, Location
+    from store_checksum import identify_data
 
     names = record["options"]["variables"]
 
@@ -263,7 +263,7 @@ def test_the_same_data_elsewhere_have_the_same_checksum_and_others_do_not(
 
 def test_a_change_of_the_code_changes_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that Git does not know has no commit."""
-    import run_record
+    from tracking import run_record
 
     monkeypatch.setattr(run_record, "HERE", tmp_path)
     (tmp_path / "model.py").write_text("width = 24")
@@ -280,7 +280,7 @@ def test_other_data_are_refused_and_another_machine_is_noted(
     record: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from errors import CheckpointError
-    from run_record import check_record
+    from tracking.run_record import check_record
 
     check_record(record, record)
     assert capsys.readouterr().out == ""
@@ -300,7 +300,7 @@ def test_other_data_are_refused_and_another_machine_is_noted(
 
 
 def test_the_folder_of_a_finished_run_is_all_that_a_plan_needs(finished: Path) -> None:
-    import plan
+    from plan import __main__ as plan
 
     prices = ["--prices", str(book.ROOT / "06_whats_next/prices.toml")]
     plans = plan.main([str(finished), *"--device cpu --samples 1e6 --devices 1".split(), *prices])
@@ -325,7 +325,7 @@ def test_a_run_does_not_go_on_with_other_data(finished: Path, store: Path, tmp_p
 def test_two_records_are_compared_and_what_is_no_record_is_refused(
     finished: Path, record: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import run_record
+    from tracking import run_record
 
     first = str(finished / "record.json")
     assert run_record.main([first, str(last_checkpoint(finished))]) == []

@@ -26,8 +26,8 @@ SMALL = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 24 --patch
 @pytest.fixture(scope="module", autouse=True)
 def more_rooms(rooms) -> Iterator[None]:
     global search_check, tune
-    import search_check
-    import tune_hyperparameters as tune
+    import tune as tune
+    from studies import search_check
 
     yield
 
@@ -99,7 +99,7 @@ def test_each_trial_trains_on_as_many_samples_and_is_judged_as_often(
 ) -> None:
     values = {"learning_rate": 1e-3, "batch_size": batch_size, "padding": "zeros"}
     trial = search_check.KeptTrial(values)
-    rmse = tune.train_trial(options, tune.make_data(options, location), trial)
+    rmse = tune.train_trial(options, tune.task.make_data(options, location), trial)
     assert len(trial.rmse) == tune.RUNGS
     assert trial.rmse[-1] == rmse
     expected = 96 if batch_size == 4 else 256  # at least a step a rung
@@ -178,7 +178,7 @@ def test_the_committed_search_was_replayed_on_the_committed_table() -> None:
 @pytest.mark.thorough
 def test_a_search_in_two_processes_that_is_killed_goes_on(local: list[str], tmp_path: Path) -> None:
     flags = [*SMALL, *local, "--output-dir", str(tmp_path / "run"), "--search-dir", str(tmp_path)]
-    command = [sys.executable, "tune_hyperparameters.py", "--processes", "2", "--trials", "4", *flags]
+    command = [sys.executable, "tune.py", "--processes", "2", "--trials", "4", *flags]
     journal = tmp_path / "journal.log"
     with subprocess.Popen(command, cwd=CHAPTER) as search:
         programs.wait_for(

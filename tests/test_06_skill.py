@@ -36,8 +36,8 @@ def test_the_final_model_is_a_quarter_below_the_interpolated_anomalies(store: Pa
     import evaluation
     from data import EVAL_SEED, Grid, PatchDataset, PatchMaker
     from fields import split_times
-    from maps import load_model
     from options import Options
+    from predict.maps import load_model
     from store import FieldReader, Location
     from store_climatology import load_climatology
 
@@ -65,7 +65,7 @@ def test_the_final_model_is_a_quarter_below_the_interpolated_anomalies(store: Pa
 
 
 def test_errors_by_basin_and_season_are_a_plain_sum() -> None:
-    from skill import FILLS, Errors, tabulate
+    from studies.skill import FILLS, Errors, tabulate
 
     rng = np.random.default_rng(0)
     latitude, longitude = np.linspace(-90, 90, 19), np.arange(20, 380, 10.0)
@@ -94,7 +94,7 @@ def test_errors_by_basin_and_season_are_a_plain_sum() -> None:
 def test_the_study_judges_the_final_model_and_interpolation_crosses_the_seam(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import skill
+    from studies import skill
 
     crossings = []
     interpolate_map = skill.interpolate_map
@@ -111,7 +111,7 @@ def test_the_study_judges_the_final_model_and_interpolation_crosses_the_seam(
 
 def test_interpolation_without_a_seam_to_cross_uses_the_maps_own_cells() -> None:
     """The only seen cells are on the other side of the seam: near ones on a globe, far ones in a region."""
-    from skill import interpolate_map
+    from studies.skill import interpolate_map
 
     values = np.zeros((1, 8, 40), "float32")
     values[..., -2:] = 1
@@ -129,9 +129,9 @@ def test_a_finished_run_is_kept_and_an_unfinished_one_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From a made-up folder of a run, whose checkpoint is the one that comes with the book."""
-    import keep_run
     import results
-    from maps import load_model
+    from predict.maps import load_model
+    from studies import keep_run
 
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(keep_run, "RESULTS", tmp_path / "results")

@@ -202,7 +202,7 @@ def test_a_file_or_a_time_limit_stops_a_run_and_it_goes_on(
 
 
 def test_both_signals_only_set_a_flag(tmp_path: Path) -> None:
-    from preemption import Preemption, Reason
+    from survival.preemption import Preemption, Reason
 
     numbers = (signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
@@ -267,7 +267,7 @@ def test_skipped_batches_move_the_later_ones_up() -> None:
 
 
 def test_a_spike_is_bad_only_against_enough_other_losses() -> None:
-    from recovery import REMEMBERED, BadLoss, LossHistory
+    from survival.recovery import REMEMBERED, BadLoss, LossHistory
 
     losses = LossHistory(spike_factor=10)
     losses.add(0, 100.0)
@@ -310,7 +310,7 @@ class Metadata(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize(("cloud", "path"), [("aws", "/latest"), ("google", "/google")])
 def test_the_clouds_notice_is_seen(cloud: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from preemption import has_spot_notice
+    from survival.preemption import has_spot_notice
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
     Thread(target=server.serve_forever, daemon=True).start()
@@ -329,7 +329,7 @@ def test_the_clouds_notice_is_seen(cloud: str, path: str, monkeypatch: pytest.Mo
 
 
 def test_the_rank_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from heartbeat import LOST, name_lost_rank
+    from survival.heartbeat import LOST, name_lost_rank
 
     monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
     monkeypatch.setattr(distributed, "get_rank", lambda: 0)
@@ -378,7 +378,7 @@ def test_the_ranks_of_a_killed_launcher_end(local: list[str], tmp_path: Path) ->
 @thorough
 def test_what_a_signal_does_here_and_with_lightnings_own_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All cases of the walkthrough's table; five minutes."""
-    import drills
+    from studies import drills
 
     rows: list[dict] = []
     monkeypatch.setattr(drills, "print_row", rows.append)

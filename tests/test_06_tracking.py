@@ -58,7 +58,7 @@ def make_windows(ranks: int, wait: float = 0.01, forward: float = 1.0, noise: fl
 
 
 def finding(windows: np.ndarray) -> tuple[str, int | None]:
-    from stragglers import judge
+    from tracking.stragglers import judge
 
     verdict = judge(list(windows))
     return verdict.finding, verdict.rank
@@ -67,7 +67,7 @@ def finding(windows: np.ndarray) -> tuple[str, int | None]:
 @pytest.mark.parametrize("ranks", [2, 4, 9])
 @pytest.mark.parametrize("column", ["wait", "forward"])
 def test_a_rank_that_is_always_the_slowest_is_named(ranks: int, column: str) -> None:
-    from stragglers import FORWARD, WAIT, judge
+    from tracking.stragglers import FORWARD, WAIT, judge
 
     windows = make_windows(ranks, noise=0.1)
     slow = ranks - 1
@@ -82,7 +82,7 @@ def test_a_rank_that_is_always_the_slowest_is_named(ranks: int, column: str) -> 
 
 @pytest.mark.parametrize("ranks", [2, 4, 9])
 def test_reads_that_come_in_bursts_make_a_slow_loader(ranks: int) -> None:
-    from stragglers import STEP, WAIT
+    from tracking.stragglers import STEP, WAIT
 
     windows = make_windows(ranks)
     for column in (WAIT, STEP):
@@ -92,7 +92,7 @@ def test_reads_that_come_in_bursts_make_a_slow_loader(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 9])
 def test_a_slow_store_makes_no_straggler(ranks: int) -> None:
-    from stragglers import WAIT
+    from tracking.stragglers import WAIT
 
     windows = make_windows(ranks)
     for number, window in enumerate(windows):
@@ -117,7 +117,7 @@ def test_one_rank_may_wait_for_its_loader() -> None:
 
 
 def test_one_window_or_a_tiny_difference_names_nobody() -> None:
-    from stragglers import FORWARD, STEP, WAIT
+    from tracking.stragglers import FORWARD, STEP, WAIT
 
     windows = make_windows(4)
     windows[-1, 2, FORWARD] *= 50
@@ -133,8 +133,8 @@ def test_one_window_or_a_tiny_difference_names_nobody() -> None:
 def test_a_verdict_is_printed_when_it_changes_and_written_each_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from stragglers import Verdict
-    from tracking import StepTimes
+    from tracking.step_times import StepTimes
+    from tracking.stragglers import Verdict
 
     times = StepTimes(tmp_path, 6, None)
     slow = [Verdict("straggler", 1, f"rank 1 is slow, {number}") for number in range(2)]
@@ -146,7 +146,7 @@ def test_a_verdict_is_printed_when_it_changes_and_written_each_time(
 
 
 def test_verdicts_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> None:
-    from tracking import delete_lines_after
+    from tracking.step_times import delete_lines_after
 
     path = tmp_path / "tracking.jsonl"
     delete_lines_after(path, 0)  # there is none yet

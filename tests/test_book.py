@@ -242,6 +242,18 @@ def test_every_new_or_changed_file_needs_a_reason(two_folders: Path) -> None:
     assert book.files_table("none", "new", reasons).count("| new |") == 3
 
 
+def test_the_table_of_packages_has_a_row_for_each_and_no_other(two_folders: Path) -> None:
+    for name in ("new/__init__.py", "new/deeper/__init__.py", "old/__init__.py"):
+        (two_folders / name).touch()
+    assert book.packages_table("new", ["For"], {"deeper": ["depth"]}).splitlines() == [
+        "| Package | For |",
+        "| --- | --- |",
+        "| [`deeper/`](deeper) | depth |",
+    ]
+    with pytest.raises(ValueError, match=r"^new: no row for deeper; there is no higher$"):
+        book.packages_table("new", ["For"], {"higher": ["height"]})
+
+
 def test_diff_counts_the_lines_it_shows(tmp_path: Path) -> None:
     old, new = tmp_path / "old.py", tmp_path / "new.py"
     old.write_text("".join(f"{n} = {n}\n\n" for n in "abcdefgh"))

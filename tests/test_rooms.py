@@ -1,8 +1,6 @@
 """Chapters that consist of several files: shared files stay equal, names collide with nothing, imports stay apart."""
 
 import pickle
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import packages_distributions
@@ -82,20 +80,9 @@ def taken(names: set[str]) -> set[str]:
 
 def test_no_script_has_the_name_of_a_module_from_elsewhere() -> None:
     assert taken({"profile", "yaml", "numpy", "runs", "train"}) == {"profile", "yaml", "numpy", "runs"}
-    names = book.room_names()
+    names = book.module_names()
     assert {"train", "make_store"} <= names
     assert taken(names) == set()
-
-
-def test_a_module_beside_a_folder_of_its_name_is_the_one_that_is_imported(tmp_path: Path) -> None:
-    """`results.py` beside `results/`, and `data.py` beside a reader's `data/`."""
-    for path in book.ROOT.glob("06_whats_next/*.py"):
-        shutil.copy(path, tmp_path)
-    for name in ("results", "data"):
-        (tmp_path / name).mkdir()
-    command = [sys.executable, "-c", "import data, results; data.PatchMaker, results.save_rows"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 # ----------------------------------------------------------------------------------------------- imports

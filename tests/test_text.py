@@ -226,6 +226,8 @@ def test_a_chapter_changes_little_and_says_why(before: str, chapter: str) -> Non
     # That a table is complete is what it checks itself, whenever cog runs.
     if (folder / "options.py").exists():
         assert re.search(rf'files_table\(\s*"{before}",\s*"{chapter}"', page)
+        if list(folder.glob("*/__init__.py")):
+            assert f'packages_table("{chapter}"' in page
     else:
         changed = book.changed_lines(f"{before}/train.py", f"{chapter}/train.py")
         assert 0 < changed <= MAX_CHANGED_LINES.get(chapter, MAX_CHANGED_LINES_ELSEWHERE)

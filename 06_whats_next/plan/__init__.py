@@ -1,0 +1,1 @@
+"""What a run will cost: python -m plan RUN. Can be deleted."""

@@ -1,0 +1,1 @@
+"""Fill whole maps with a trained network: python -m predict CKPT. Can be deleted."""

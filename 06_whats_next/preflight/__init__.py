@@ -1,0 +1,1 @@
+"""What would stop or slow a run, found before it starts: python -m preflight. Can be deleted."""

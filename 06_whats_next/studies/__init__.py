@@ -1,0 +1,1 @@
+"""How the chapter's results were measured: python -m studies.drills. Can be deleted."""

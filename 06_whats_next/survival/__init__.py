@@ -1,0 +1,1 @@
+"""What a run does against its end: whole checkpoints, agreed stops, and a way back."""

@@ -1,0 +1,1 @@
+"""What a run writes down: its record, the times of each rank, and its diary."""

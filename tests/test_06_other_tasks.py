@@ -1,0 +1,107 @@
+"""Chapter 6 with a task.py of other people's: it resumes to the bit, or refuses in one line."""
+
+import csv
+from pathlib import Path
+
+import alone
+import book
+import programs
+import pytest
+import runs
+import torch
+
+AGAIN = 75
+FLAGS = "--accelerator cpu --batch-size 12 --max-steps 12 --checkpoint-every 4 --validate-every 6".split()
+FLAGS += "--log-every 1 --loggers CSVLogger --resume auto".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick(quick_programs) -> None:
+    """Programs draw nothing."""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chapter's folder, copied, with the other task in the place of the winds'."""
+    copied = alone.copy_chapter(book.ROOT / "06_whats_next", tmp_path_factory.mktemp("project"))
+    copied.with_name("task.py").write_text((book.TESTS / "other_task.py").read_text())
+    copied.with_name("model.py").unlink()
+    return copied
+
+
+def train(script: Path, kind: str, folder: Path, ranks: int = 2, **faults: object) -> list[programs.Run]:
+    """Run the task's model of this kind on so many ranks, to whatever end."""
+    flags = [*FLAGS, "--store", folder.parent, "--output-dir", folder]
+    return programs.run_ranks(script, ranks, *flags, environment={"OTHER_TASK": kind}, **faults)
+
+
+def ends(folder: Path) -> list[dict]:
+    """What each rank ended at, and the checkpoint."""
+    each = [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank_*.pt"))]
+    return [*each, runs.state(folder)]
+
+
+def check_resumes(script: Path, kind: str, folder: Path) -> None:
+    """Two ranks, killed once and told to stop once, end at the bits of a run that was left alone.
+
+    The stop comes at a step at which the other run saves nothing.
+    """
+    whole, disturbed = folder / "whole", folder / "disturbed"
+    done = train(script, kind, whole)
+    assert [one.code for one in done] == [0, 0], programs.printed(done)
+    assert "Traceback" not in programs.printed(done)
+    killed = train(script, kind, disturbed, planted={1: {"kill_at_step": 7}})
+    assert killed[1].code == -9
+    stopped = train(script, kind, disturbed, planted={1: {"terminate_at_step": 2}})
+    assert [one.code for one in stopped] == [AGAIN, AGAIN], programs.printed(stopped)
+    done = train(script, kind, disturbed)
+    assert [one.code for one in done] == [0, 0], programs.printed(done)
+    resumed = [path.name for path in disturbed.glob("resumed_at_*")]
+    assert len(set(resumed) - {"resumed_at_4", "resumed_at_6", "resumed_at_8", "resumed_at_12"}) == 1
+    torch.testing.assert_close(ends(disturbed), ends(whole), rtol=0, atol=0)
+    first, second, _ = ends(whole)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert runs.summary(disturbed)["tested"] == runs.summary(whole)["tested"]
+
+
+def test_dropout_and_batch_norm_on_two_ranks_resume_to_the_bit(script: Path, tmp_path: Path) -> None:
+    check_resumes(script, "dropout", tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["dict", "frozen"])
+def test_other_models_resume_to_the_bit(script: Path, tmp_path: Path, kind: str) -> None:
+    check_resumes(script, kind, tmp_path)
+
+
+def test_a_score_that_is_better_when_higher_keeps_the_highest(script: Path, tmp_path: Path) -> None:
+    done = train(script, "frozen", tmp_path / "run", ranks=1)
+    assert done[0].code == 0, programs.printed(done)
+    [best] = (tmp_path / "run/checkpoints").glob("best_*")
+    with open(tmp_path / "run/metrics.csv", newline="") as log:
+        accuracies = [float(row["accuracy"]) for row in csv.DictReader(log) if row["accuracy"]]
+    first, second, _ = accuracies  # the last is the test's
+    assert first != second
+    assert float(best.name.split("_")[1]) == pytest.approx(max(first, second), abs=1e-6)
+
+
+REFUSED = {
+    "two optimizers": "2 optimizers",
+    "stepped twice": "2 steps where the data are at 1",
+    "no example": "example_input_array",
+    "no first step": "first_step",
+    "left out": "unused.weight",
+    "nameless loss": "cross entropy",
+    "nameless score": "error",
+    "plain loader": "TimedLoader",
+    "ModelCheckpoint": "ModelCheckpoint",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_resumed_is_refused_in_one_line(script: Path, tmp_path: Path, kind: str) -> None:
+    done = train(script, kind, tmp_path / "run")
+    assert [one.code for one in done] == [2, 2], programs.printed(done)
+    for one in done:
+        assert "Traceback" not in one.err
+    assert any(REFUSED[kind] in one.err.strip().splitlines()[-1] for one in done), programs.printed(done)
