@@ -60,7 +60,8 @@ class Checkpointed(nn.Module):
 class Step:
     """A step of training by hand, with some fixes: copy, forward, backward, AdamW.
 
-    Its weights are those of the same seed, whatever the fixes. `dtype` is the weights'.
+    Its weights are those of the same seed, whatever the fixes. `dtype` is the weights',
+    and `width` the network's.
     """
 
     def __init__(
@@ -69,22 +70,23 @@ class Step:
         batch: Batch,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        width: int = 24,
     ):
         self.fixes = fixes
         self.device = device
         self.pieces = split_batch(batch, fixes.micro_batches, dtype)
         if fixes.pinned:
             self.pieces = [pin(piece) for piece in self.pieces]
-        self.network = self.make_network(dtype)
+        self.network = self.make_network(dtype, width)
         self.optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=1e-3, fused=fixes.fused_optimizer or None
         )
 
-    def make_network(self, dtype: torch.dtype) -> nn.Module:
+    def make_network(self, dtype: torch.dtype, width: int) -> nn.Module:
         fixes = self.fixes
         torch.manual_seed(0)
         padding = "zeros" if fixes.zero_padding else "replicate"
-        network = UNet(2, padding).to(self.device, dtype)
+        network = UNet(2, padding, width).to(self.device, dtype)
         for module in network.modules():
             if isinstance(module, GroupNorm):
                 module.plain_order = fixes.plain_norm

@@ -162,15 +162,19 @@ def find_counters() -> list[str]:
     return counters
 
 
-@contextmanager
-def serve_store(size: Size) -> Iterator[list[str]]:
-    """Make the store, unless it is whole, and serve it; the flags that name it."""
+def make_store(size: Size) -> None:
+    """Make the store, unless it is whole."""
     path = f"outputs/buckets/winds/{size.store}"
     print(f"making {CLOUD / path}, unless it is there", flush=True)
     make = [sys.executable, "make_store.py", "--store", path]
     make += ["--days", str(size.days), "--resolution", str(size.resolution)]
     make += ["--chunk", *map(str, size.chunk), "--patch-size", str(size.patch)]
     subprocess.run(make, cwd=CLOUD, check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def serve_store(size: Size) -> Iterator[list[str]]:
+    """Serve the store while the block runs; the flags that name it."""
     # The server ends with its stdin, and so also if this process is killed.
     serve = [sys.executable, "local_s3.py", "--latency-ms", str(LATENCY_MS)]
     server = subprocess.Popen(
@@ -217,6 +221,7 @@ def measure_rung(rung: Rung, size: Size, store: list[str], meter: Meter) -> dict
 def climb(rungs: list[Rung], size: Size, repeats: int, meter: Meter) -> list[dict]:
     """Measure all rungs, in turn: the rows of the table."""
     found: list[list[dict]] = [[] for _ in rungs]
+    make_store(size)
     with serve_store(size) as store:
         print("warming up: one short run of each chapter", flush=True)
         for rung in rungs:  # chapters 5 and 6 keep the climatology that they compute first

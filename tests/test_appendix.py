@@ -11,6 +11,9 @@ import pytest
 
 FOLDER = book.ROOT / "appendix"
 PICTURES = 7
+# What gpu_day.py imports: no commands. And what takes long, or needs a GPU: tests of their own run these.
+MODULES = [path.name for path in book.files("appendix/gpu_*.py") if path.name != "gpu_day.py"]
+LONG = ["gpu_day.py", "ladder.py"]
 
 
 def test_the_index_has_every_page_and_every_page_leads_back() -> None:
@@ -21,13 +24,13 @@ def test_the_index_has_every_page_and_every_page_leads_back() -> None:
 
 def test_every_script_stands_on_a_page_as_a_command() -> None:
     commands = {command for page in book.files("appendix/*.md") for command in book.commands(page)}
-    scripts = {path.name for path in book.files("appendix/*.py")}
+    scripts = {path.name for path in book.files("appendix/*.py")} - set(MODULES)
     assert {name for name in scripts if f"uv run python {name}" not in commands} == set()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "script", [path.name for path in book.files("appendix/*.py") if path.name != "ladder.py"]
+    "script", [path.name for path in book.files("appendix/*.py") if path.name not in (*LONG, *MODULES)]
 )
 def test_every_script_runs_as_the_reader_types_it(script: str) -> None:
     command = [sys.executable, script]

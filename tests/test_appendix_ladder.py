@@ -87,6 +87,7 @@ def test_a_rung_that_fails_ends_with_its_last_line(ladder, tmp_path: Path, monke
     (tmp_path / "01_setup/train.py").write_text("import sys\nsys.exit('first\\n--store: no such folder')")
     monkeypatch.setattr(ladder, "BOOK", tmp_path)
     monkeypatch.setattr(ladder, "choose_rungs", lambda on_gpu: [ladder.Rung("01_setup", [], False)])
+    monkeypatch.setattr(ladder, "make_store", lambda size: None)
     monkeypatch.setattr(ladder, "serve_store", lambda size: nullcontext([]))
     with pytest.raises(SystemExit) as ended:
         ladder.main(["--quick"])

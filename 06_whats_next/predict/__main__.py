@@ -171,7 +171,9 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
     data = MissingMaps(maps, output, settings)
     try:
         trainer.predict(model, datamodule=data, return_predictions=False)
-        missing = torch.tensor(len(reader.traffic.missing), device=model.device)
+        # Where the ranks meet: Lightning has moved the model back to the CPU by now.
+        device = trainer.strategy.root_device
+        missing = torch.tensor(len(reader.traffic.missing), device=device)
         missing = trainer.strategy.reduce(missing, reduce_op="sum")  # all have written
         if trainer.is_global_zero and is_netcdf:
             write_netcdf(store, args.output)
