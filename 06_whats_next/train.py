@@ -65,6 +65,7 @@ def make_trainer(
         devices=options.devices,
         num_nodes=options.num_nodes,
         precision=options.precision,
+        deterministic=options.deterministic or None,  # None leaves it to torch
         strategy=ddp if several else "auto",
         max_epochs=1,  # the sampler's only epoch is the whole run
         max_steps=options.max_steps,
