@@ -37,6 +37,7 @@ from survival.checkpoints import BackgroundWriter, Checkpoints, open_checkpoints
 from survival.heartbeat import Heartbeat, is_lost_rank, name_lost_rank
 from survival.preemption import Preemption
 from survival.recovery import BadLoss, LossHistory
+from survival.requirements import check_end
 from survival.resume import Start, delete_later, find_start, refuse_later, skip_batches
 from tracking.loggers import LossBar, make_loggers
 from tracking.run_record import RunRecord, check_record, make_record, write_record
@@ -147,6 +148,7 @@ def run_from(
 
     trainer.fit(model, datamodule=datamodule, ckpt_path=start.name)
     writer.finish()
+    check_end(trainer)
     tested = trainer.test(model, datamodule=datamodule, verbose=False)[0]
     if not trainer.is_global_zero:
         return {}
