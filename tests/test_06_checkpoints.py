@@ -206,6 +206,7 @@ def test_all_patches_are_looked_at_only_where_the_few_are_as_good_as_ever(checkp
     from task import score
 
     trainer, looked = MagicMock(is_global_zero=True, loggers=[]), []
+    trainer.strategy.broadcast = lambda score: score
     checkpoints.keep_if_best = MagicMock()
     look = lambda *_: looked.append(trainer.global_step) or {"rmse (m/s)": 7.0}  # noqa: E731
 
@@ -268,7 +269,7 @@ def test_a_checkpoint_of_other_bytes_or_another_run_is_refused(tmp_path: Path, l
         find_start(folder, "last", options | {"seed": 1})
     of_old = load_whole(folder, "step_00000010.ckpt")
     assert make_start("old", of_old, options).step == 10
-    del of_old["datamodule_hyper_parameters"]["level"]  # None here, which is not the same as unknown
+    del of_old["callbacks"]["RunRecord"]["options"]["level"]  # None here, which is not the same as unknown
     with pytest.raises(CheckpointError, match="does not say its --level; give no --resume"):
         make_start("old", of_old, options)
     with pytest.MonkeyPatch.context() as patch:  # what cannot be read now is not damaged
