@@ -75,7 +75,7 @@ def call_at(
     except DataError as error:
         print(file=sys.stderr)  # below the progress bar
         reason = str(error).split("DataError: ")[-1].strip()  # a worker's has its stack
-        if not reason.startswith(("--", "task.py")):
+        if not reason.startswith(("--", "task.py", "train.py")):
             reason = f"--store {named.url or '(the demo store)'}: {reason}"
         refuse(reason)
     except CheckpointError as error:

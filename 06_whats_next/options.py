@@ -156,6 +156,9 @@ class LoopOptions:
     compile: bool = option(
         False, "compile the network: minutes at the first step, for long runs"
     )
+    deterministic: bool = option(
+        False, "kernels that add in the same order each time: to the bit on a GPU, too"
+    )
     process_group_timeout: int = option(300, "seconds to wait for another rank")
     num_workers: int = option(
         0, "processes that prepare batches, for each rank; 0: none", least=0

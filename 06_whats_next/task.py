@@ -1,12 +1,11 @@
 """The task: what the run asks of data, model and score. Write your own in this file's place.
 
-train.py, survival/, tracking/ and plan/ know nothing else of the winds. They ask that
+train.py, survival/ and tracking/ know nothing else of the winds. preflight/ also needs
+compute_loss, and its patches.py. survival/requirements.py says what they ask of a task, and
+refuses what it can see. It cannot see whether
 
-- the data module has `first_step`, and its order depends on the step alone;
-- its training loader is a TimedLoader (clock.py);
-- the model has an `example_input_array`, one optimizer, and logs LOSS in each step, the
-  same on all ranks (self.log with sync_dist=True);
-- what the model draws, such as dropout, it draws from torch's own generators.
+- the order of the data depends on the step alone, and on nothing drawn on the way;
+- the model draws, as dropout does, in forward or training_step, from torch's generators.
 """
 
 from collections.abc import Callable

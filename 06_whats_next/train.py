@@ -37,6 +37,7 @@ from survival.checkpoints import BackgroundWriter, Checkpoints, open_checkpoints
 from survival.heartbeat import Heartbeat, is_lost_rank, name_lost_rank
 from survival.preemption import Preemption
 from survival.recovery import BadLoss, LossHistory
+from survival.requirements import check_end
 from survival.resume import Start, delete_later, find_start, refuse_later, skip_batches
 from tracking.loggers import LossBar, make_loggers
 from tracking.run_record import RunRecord, check_record, make_record, write_record
@@ -65,6 +66,7 @@ def make_trainer(
         devices=options.devices,
         num_nodes=options.num_nodes,
         precision=options.precision,
+        deterministic=options.deterministic or None,  # None leaves it to torch
         strategy=ddp if several else "auto",
         max_epochs=1,  # the sampler's only epoch is the whole run
         max_steps=options.max_steps,
@@ -146,6 +148,7 @@ def run_from(
 
     trainer.fit(model, datamodule=datamodule, ckpt_path=start.name)
     writer.finish()
+    check_end(trainer)
     tested = trainer.test(model, datamodule=datamodule, verbose=False)[0]
     if not trainer.is_global_zero:
         return {}

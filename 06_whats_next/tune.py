@@ -4,7 +4,7 @@
     uv run python tune.py --trials 100 FLAGS      # of train.py
 
 Each trial trains with other values on the same number of samples, and is judged on the
-validation times. You should see the best trials, and the best RMSE against the samples that
+validation times. You should see the best trials, and the best score against the samples that
 all trials have used. Give the same command again to go on. Change SPACE for your own search.
 """
 
@@ -181,35 +181,40 @@ def run_trials(
 def print_trial(study: optuna.Study, trial: FrozenTrial) -> None:
     values = ", ".join(f"{name} {shorten(v)}" for name, v in trial.params.items())
     how = trial.state.name.lower()
-    rmse = f"{last_rmse(trial):.3f}"
-    print(f"trial {trial.number:3} {how:8} {rmse}: {values}", flush=True)
+    score = f"{last_score(trial):.3f}"
+    print(f"trial {trial.number:3} {how:8} {score}: {values}", flush=True)
 
 
 def shorten(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def last_rmse(trial: FrozenTrial) -> float:
+def last_score(trial: FrozenTrial) -> float:
     return trial.intermediate_values[trial.last_step]
 
 
 def best_so_far(trials: list[FrozenTrial]) -> tuple[list[int], list[float]]:
-    """The samples that all trials have used, and the lowest RMSE of a whole one until then.
+    """The samples that all trials have used, and the best score of a whole one until then.
 
     NaN before the first whole one.
     """
     spent, best = [0], [float("nan")]
     for trial in sorted(trials, key=lambda trial: trial.datetime_complete):
         spent.append(spent[-1] + trial.user_attrs["samples"])
-        lowest = best[-1]
-        if trial.state == TrialState.COMPLETE and not trial.value >= lowest:
-            lowest = trial.value
-        best.append(lowest)
+        score = best[-1]
+        if trial.state == TrialState.COMPLETE and not is_as_good(score, trial.value):
+            score = trial.value
+        best.append(score)
     return spent, best
 
 
+def is_as_good(score: float, other: float) -> bool:
+    """Whether a score is at least as good as another; NaN is not."""
+    return score >= other if task.HIGHER_IS_BETTER else score <= other
+
+
 def plot(trials: list[FrozenTrial], title: str) -> Figure:
-    """Each trial's last RMSE, and the best so far, against the samples of all trials."""
+    """Each trial's last score, and the best so far, against the samples of all trials."""
     trials = sorted(trials, key=lambda trial: trial.datetime_complete)
     spent, best = best_so_far(trials)
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -221,8 +226,10 @@ def plot(trials: list[FrozenTrial], title: str) -> Figure:
     ):
         at = [n for n, trial in enumerate(trials) if trial.state == state]
         x = [spent[n + 1] for n in at]
-        axes.plot(x, [last_rmse(trials[n]) for n in at], "o", color=colour, label=label)
-    axes.set(title=title, xlabel="samples, of all trials", ylabel="RMSE in validation")
+        axes.plot(
+            x, [last_score(trials[n]) for n in at], "o", color=colour, label=label
+        )
+    axes.set(title=title, xlabel="samples, of all trials", ylabel="score in validation")
     axes.legend()
     return figure
 

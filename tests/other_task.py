@@ -38,11 +38,12 @@ class PointsModule(LightningDataModule):
         if KIND != "no first step":
             self.first_step = first_step
         self.begin = first_step
+        self.end = 5 if KIND == "loader ends" else self.hparams.max_steps
 
     def train_dataloader(self) -> DataLoader:
         batches = StepSampler(
             self.hparams.batch_size,
-            self.hparams.max_steps,
+            self.end,
             first_step=self.begin,
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,
@@ -68,13 +69,17 @@ class Classifier(LightningModule):
             self.first.requires_grad_(False)
         if KIND == "left out":
             self.unused = nn.Linear(2, 2)
+        if KIND == "unreadable":
+            self.save_hyperparameters({"folder": Path("data")})
+        # As a normaliser or a codebook has it: each rank sees other points.
+        self.register_buffer("centre", torch.zeros(8))
         # As Lightning wants it.
         self.automatic_optimization = KIND not in ("two optimizers", "stepped twice")
         if KIND != "no example":
             self.example_input_array = torch.zeros(2, 8)
 
     def forward(self, points: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        scores = self.rest(self.first(points))
+        scores = self.rest(self.first(points - self.centre))
         return {"scores": scores} if KIND == "dict" else scores
 
     def look(self, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,6 +92,7 @@ class Classifier(LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss, _ = self.look(batch)
+        self.centre = 0.9 * self.centre + 0.1 * batch[0].mean(dim=0)
         if KIND != "nameless loss":
             self.log(LOSS, loss, sync_dist=True)
         if KIND == "stepped twice":
@@ -106,7 +112,10 @@ class Classifier(LightningModule):
     def configure_optimizers(self) -> list[torch.optim.Optimizer] | torch.optim.Optimizer:
         rest = torch.optim.Adam(self.rest.parameters(), lr=0.01)
         if KIND != "two optimizers":
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            if KIND != "schedule by epoch":
+                return optimizer
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
         return [torch.optim.Adam(self.first.parameters(), lr=0.01), rest]
 
     def on_train_end(self) -> None:
@@ -128,6 +137,10 @@ def make_datamodule(options, data, first_step: int = 0, skipped: tuple = ()) -> 
 
 
 def make_model(options, data) -> Classifier:
+    if KIND == "late hook":
+        Classifier.on_train_batch_end = lambda self, outputs, batch, batch_idx: None
+    if KIND == "no test":
+        del Classifier.test_step
     return Classifier()
 
 

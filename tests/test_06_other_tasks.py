@@ -61,6 +61,9 @@ def check_resumes(script: Path, kind: str, folder: Path) -> None:
     torch.testing.assert_close(ends(disturbed), ends(whole), rtol=0, atol=0)
     first, second, _ = ends(whole)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert first["centre"].abs().min() > 0
+    if "rest.0.num_batches_tracked" in first:
+        assert first["rest.0.num_batches_tracked"] == 12  # in training mode
     assert runs.summary(disturbed)["tested"] == runs.summary(whole)["tested"]
 
 
@@ -92,10 +95,28 @@ REFUSED = {
     "no first step": "first_step",
     "left out": "unused.weight",
     "nameless loss": "cross entropy",
-    "nameless score": "error",
+    "nameless score": "logs no 'error'",
     "plain loader": "TimedLoader",
     "ModelCheckpoint": "ModelCheckpoint",
+    "loader ends": "ends after step 5 of 12",
+    "unreadable": "hyperparameters",
+    "schedule by epoch": '"interval": "step"',
+    "late hook": "on_train_batch_end",
+    "no test": "test_step",
 }
+
+
+def test_each_rank_and_each_batch_has_numbers_of_its_own() -> None:
+    with book.rooms("06_whats_next"):
+        from survival.determinism import seed_batch
+
+        def draw(*given: int) -> float:
+            seed_batch(*given)
+            return torch.rand(()).item()
+
+    different = {draw(seed, batch, rank) for seed in (0, 1) for batch in (0, 1) for rank in (0, 1)}
+    assert len(different) == 8
+    assert draw(0, 1, 0) == draw(0, 1, 0)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

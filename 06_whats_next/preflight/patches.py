@@ -1,4 +1,4 @@
-"""What the winds' patches, blocks and values need. The only file here that knows them."""
+"""What the winds' patches, blocks and values need. Another task needs another such file."""
 
 import math
 from collections.abc import Iterator

@@ -40,10 +40,9 @@ class BestCheckpoint(Callback):
         self.best_of_few = state["best_of_few"]
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        # The same on all ranks, because Lightning has reduced the metrics.
         logged = trainer.callback_metrics
         metrics = {name: value.item() for name, value in logged.items()}
-        score = self.read_score(metrics)
+        score = self.read_score(trainer, metrics)
         if self.sign * score > self.best_of_few:
             return
         self.best_of_few = self.sign * score
@@ -52,18 +51,21 @@ class BestCheckpoint(Callback):
             named = {f"full {name}": value for name, value in closer.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(named, step=trainer.global_step - 1)
-            score = self.read_score(closer)
+            score = self.read_score(trainer, closer)
         if trainer.is_global_zero:
             self.writer.keep_if_best(trainer.global_step, score)
 
-    def read_score(self, metrics: dict[str, float]) -> float:
-        """DataError if the metrics have no score, which would never be the best."""
+    def read_score(self, trainer: Trainer, metrics: dict[str, float]) -> float:
+        """The score of rank 0, on all ranks: they must go on alike.
+
+        DataError if the metrics have none, or one that would never be the best.
+        """
         try:
             score = self.score(metrics)
         except LookupError as error:
-            remedy = "log it, or change score() of task.py"
+            remedy = "log it, or change score()"
             raise DataError(f"task.py: validation logs no {error}; {remedy}") from error
-        if math.isnan(score):
-            remedy = "look at validation_step, and at score() of task.py"
-            raise DataError(f"task.py: the validation's score is NaN; {remedy}")
-        return score
+        if not math.isfinite(score):
+            remedy = "look at validation_step, and at score()"
+            raise DataError(f"task.py: the validation's score is {score}; {remedy}")
+        return trainer.strategy.broadcast(score)

@@ -10,7 +10,12 @@ from lightning.pytorch.callbacks import Checkpoint
 from block_loader import Window
 from errors import CheckpointError, print_note
 from survival.checkpoints import BackgroundWriter, step_name
-from survival.determinism import average_statistics, seed_batch, settle_buckets
+from survival.determinism import (
+    average_buffers,
+    names_of_buffers,
+    seed_batch,
+    settle_buckets,
+)
 from survival.preemption import EXIT_AGAIN, TEXTS, Agreement, Preemption, Reason
 from survival.recovery import BadLoss, LossHistory
 from survival.requirements import check_steps, check_trainer, read_loss
@@ -75,6 +80,7 @@ class StepBoundary(Checkpoint):
         self.agreement = Agreement(self.group_timeout)
         check_trainer(trainer, module, boundary=self)
         settle_buckets(trainer, module)
+        self.buffers = names_of_buffers(module)
         step = trainer.global_step
         self.last_step = step
         self.batches = step * trainer.accumulate_grad_batches
@@ -109,7 +115,7 @@ class StepBoundary(Checkpoint):
         if step == self.last_step:  # between the micro-batches of a step
             return
         self.last_step = step
-        average_statistics(trainer, module)
+        average_buffers(trainer, module, self.buffers)
         wishes = [self.preemption.reason(), self.wants_to_save()]
         stop, save = self.agreement.exchange(wishes)
         is_last = stop or step == trainer.max_steps

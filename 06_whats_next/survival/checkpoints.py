@@ -275,9 +275,11 @@ class BackgroundWriter(CheckpointIO):
             scores = [self.sign * score_of(name) for name in before]
             if scores and min(scores) <= self.sign * score:
                 return
-            self.folder.copy(step_name(step), best_name(step, score))
+            best = best_name(step, score)
+            self.folder.copy(step_name(step), best)
             for name in before:
-                self.folder.delete(name)
+                if name != best:
+                    self.folder.delete(name)
         except Exception as error:
             print_note(f"best checkpoint not written: {first_line(error)}")
 

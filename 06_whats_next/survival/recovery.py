@@ -19,7 +19,7 @@ class LossHistory:
     """The last losses, and a rule for a bad one.
 
     Bad is a loss that is not finite, or above `spike_factor` times the median of the last
-    REMEMBERED losses, once there are as many.
+    REMEMBERED losses, once there are as many and the median is above 0.
     """
 
     def __init__(self, spike_factor: float):
@@ -31,7 +31,8 @@ class LossHistory:
         if not math.isfinite(loss):
             raise BadLoss(step, loss)
         if len(self.losses) == REMEMBERED:
-            limit = self.spike_factor * median(self.losses)
-            if loss > limit:
+            usual = median(self.losses)
+            # A loss that may be negative, such as a log-likelihood, has no spikes.
+            if 0 < usual * self.spike_factor < loss:
                 raise BadLoss(step, loss)
         self.losses.append(loss)

@@ -23,9 +23,7 @@ from survival.checkpoints import (
 )
 from survival.recovery import BadLoss
 
-# Under this name Lightning keeps what the data module has saved: all options of the run.
-OPTIONS = "datamodule_hyper_parameters"
-PARTS = {"global_step", "optimizer_states", "callbacks", OPTIONS}
+PARTS = {"global_step", "optimizer_states", "callbacks"}
 
 
 @dataclass
@@ -108,19 +106,20 @@ def load_whole(folder: Checkpoints, name: str) -> dict:
 
 def make_start(name: str, saved: dict, options: dict) -> Start:
     """Go on from a checkpoint; CheckpointError if its run had other options."""
-    require_same(RESUME_KEYS, saved[OPTIONS], options)
     states = saved["callbacks"]
     for callback in ("StepBoundary", "RunRecord"):
         if callback not in states:
             remedy = "give one that this chapter wrote"
             raise CheckpointError(f"has no state of {callback}; {remedy}")
+    record = states["RunRecord"]
+    require_same(RESUME_KEYS, record["options"], options)
     skipped = tuple(Window(*window) for window in states["StepBoundary"]["skipped"])
     return Start(
         step=saved["global_step"],
         name=name,
         checkpoint=saved,
         skipped=skipped,
-        record=states["RunRecord"],
+        record=record,
     )
 
 

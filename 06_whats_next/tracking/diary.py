@@ -84,9 +84,9 @@ def describe_start(chapter: Chapter, before: Chapter | None) -> str:
     if before is None:
         return f"started on {chapter.at}"
     text = f"went on from step {chapter.step} on {chapter.at}"
-    steps, _ = before.column("loss")
+    steps = [int(row["step"]) for row in before.rows]
     if steps:
-        again = steps[-1] + 1 - chapter.step
+        again = max(steps) + 1 - chapter.step
         text += f"; {max(0, again)} steps that were logged are computed again"
     new = chapter.skipped[len(before.skipped) :]
     for first, stop in new:

@@ -59,7 +59,8 @@ class StepTimes(Callback):
         self.batch_size = batch_size
         self.clock = clock  # comes before this callback, and times waits and steps
         self.forwards: list[tuple] = []
-        self.seconds = 0.0  # of the batches since the last window
+        self.batches = 0  # since the last window
+        self.seconds = 0.0  # of these
         self.waits = 0.0
         self.told = Verdict()
 
@@ -84,6 +85,7 @@ class StepTimes(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
     ) -> None:
+        self.batches += 1
         self.seconds += self.clock.last_seconds
         self.waits += self.clock.last_wait
         step = trainer.global_step
@@ -97,6 +99,7 @@ class StepTimes(Callback):
 
     def begin_window(self) -> None:
         self.forwards.clear()
+        self.batches = 0
         self.seconds = 0.0
         self.waits = 0.0
 
@@ -121,8 +124,7 @@ class StepTimes(Callback):
 
     def mean_seconds(self, accumulate_grad_batches: int) -> list[float]:
         """COLUMNS of this rank, on average over the steps since the last time."""
-        batches = len(self.forwards)
-        steps = batches / accumulate_grad_batches
+        steps = self.batches / accumulate_grad_batches
         forward = sum(seconds_between(*pair) for pair in self.forwards)
         means = [self.waits / steps, forward / steps, self.seconds / steps]
         self.begin_window()
