@@ -3,6 +3,7 @@
     uv run python gpu_day.py                   # all parts, 10 to 20 minutes on one GPU
     uv run python gpu_day.py --parts step wide # some of them
     uv run python gpu_day.py --save-results    # and write results/gpu_day_NAME.json
+    uv run python gpu_day.py --draw FILE       # measure nothing: draw results/gpu_day_NAME.json
     uv run python gpu_day.py --dry-run         # on a CPU, tiny: that it works, not what it finds
 
 You should see a line for each thing that was measured, and at the end tables for a pull
@@ -25,6 +26,7 @@ from pathlib import Path
 from subprocess import CalledProcessError
 from tempfile import NamedTemporaryFile
 
+import gpu_picture
 import gpu_tables
 import torch
 from gpu_plan import CHAPTER_5, DRY, FULL, Found, Plan
@@ -138,8 +140,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=MINUTES, help="that a part may take")
     add("--output-dir", default=str(OUTPUTS), help="keeps what is finished")
     add("--report", action="store_true", help="measure nothing: show what there is")
-    add("--save-results", action="store_true", help="write results/")
+    add("--save-results", action="store_true", help="write results/, with a picture")
+    add("--draw", metavar="FILE", type=Path, help="measure nothing: draw results/gpu_day_NAME.json")
     args = parser.parse_args(argv)
+    if args.draw:
+        draw_or_refuse(parser, args.draw)
     for part in args.parts or []:
         if part not in PARTS:
             parser.error(f"--parts {part}: no such part; choose from {names}")
@@ -152,6 +157,25 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if not args.dry_run and not args.report and not can_compute():
         parser.error("no GPU that torch can use; give --dry-run to see what it would do")
     return args
+
+
+def draw_or_refuse(parser: argparse.ArgumentParser, path: Path) -> None:
+    """Draw a file of results and end; exits with code 2 if it is none."""
+    try:
+        print(f"picture: {draw(path)}")
+    except OSError as error:
+        parser.error(f"--draw {path}: {error.strerror}; give a results/gpu_day_NAME.json")
+    except (ValueError, KeyError, TypeError) as error:
+        parser.error(f"--draw {path}: {error}; give a results/gpu_day_NAME.json")
+    parser.exit()
+
+
+def draw(path: Path) -> Path:
+    """Draw a file of results, beside it."""
+    figure = gpu_picture.draw(json.loads(path.read_text()))
+    picture = path.with_suffix(".png")
+    figure.savefig(picture, dpi=100)
+    return picture
 
 
 def check_folder(parser: argparse.ArgumentParser, folder: str) -> None:
@@ -231,7 +255,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
     found = Found(path)
     print(gpu_tables.show(found.rows))
     if args.save_results and found.has("machine", "describe"):
-        print(f"results: {save(found, args.parts).relative_to(HERE)}")
+        path = save(found, args.parts)
+        print(f"results: {path.relative_to(HERE)}")
+        with suppress(ValueError):  # the part called step has not been run
+            print(f"picture: {draw(path).relative_to(HERE)}")
     elif args.save_results:
         print("no results: the part called machine did not finish")
     if failed:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import monotonic, sleep
 
 from gpu_counters import Counters, joules_between
 from gpu_plan import BOOK
@@ -108,7 +109,7 @@ def call_main(chapter: str, flags: list[str], folder: Path, switches: Switches) 
         torch.use_deterministic_algorithms(True, warn_only=True)
     script = importlib.import_module("train")
     if switches.kill_after:
-        kill_after(switches.kill_after)
+        kill_after(switches.kill_after, folder)
     counters = Counters()
     began = counters.joules()
     script.main(flags)
@@ -137,8 +138,11 @@ def enter(chapter: str, program: str, flags: list[str]) -> None:
     sys.argv = [program, *flags]
 
 
-def kill_after(step: int) -> None:
-    """Let this process be killed after a step, as by SIGKILL from outside."""
+def kill_after(step: int, folder: Path) -> None:
+    """Let this process be killed after a step, as by SIGKILL from outside.
+
+    On a busy machine it waits for a first whole checkpoint, which a thread writes.
+    """
     from clock import StepClock  # the chapter's
 
     end_of_batch = StepClock.on_train_batch_end
@@ -146,9 +150,17 @@ def kill_after(step: int) -> None:
     def end(self, trainer, *others) -> None:
         end_of_batch(self, trainer, *others)
         if trainer.global_step == step:
+            wait_for_checkpoint(folder)
             os.kill(os.getpid(), signal.SIGKILL)
 
     StepClock.on_train_batch_end = end
+
+
+def wait_for_checkpoint(folder: Path, seconds: float = 60) -> None:
+    """Until there is a whole checkpoint, or for some seconds."""
+    until = monotonic() + seconds
+    while not list(folder.glob("checkpoints/step_*.ckpt")) and monotonic() < until:
+        sleep(0.01)
 
 
 def last_line(path: Path) -> str:
