@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import refuse
+from task import LOSS
 from tracking.stragglers import Verdict
 
 
@@ -84,9 +85,9 @@ def describe_start(chapter: Chapter, before: Chapter | None) -> str:
     if before is None:
         return f"started on {chapter.at}"
     text = f"went on from step {chapter.step} on {chapter.at}"
-    steps = [int(row["step"]) for row in before.rows]
+    steps, _ = before.column(LOSS)
     if steps:
-        again = max(steps) + 1 - chapter.step
+        again = steps[-1] + 1 - chapter.step
         text += f"; {max(0, again)} steps that were logged are computed again"
     new = chapter.skipped[len(before.skipped) :]
     for first, stop in new:
