@@ -100,11 +100,17 @@ def run_from(
 ) -> dict:
     """Train from here to the end; return the headline metrics on rank 0.
 
-    `began` is when this process did, by perf_counter. BadLoss at a loss that must not reach a checkpoint.
+    `began` is when this process did, by perf_counter. BadLoss at a loss that must not
+    reach a checkpoint.
     """
     folder = Path(options.output_dir)
-    identity = task.describe_data(data)
-    record = make_record(asdict(options), identity, start.step, start.skipped)
+    record = make_record(
+        asdict(options),
+        task.describe_data(data),
+        loss=task.LOSS,
+        step=start.step,
+        skipped=start.skipped,
+    )
     if start.record:
         check_record(start.record, record)
     datamodule = task.make_datamodule(options, data, start.step, start.skipped)

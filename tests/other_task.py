@@ -73,12 +73,15 @@ class Classifier(LightningModule):
             self.save_hyperparameters({"folder": Path("data")})
         # As a normaliser or a codebook has it: each rank sees other points.
         self.register_buffer("centre", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros(()))  # of forward, in training
         # As Lightning wants it.
         self.automatic_optimization = KIND not in ("two optimizers", "stepped twice")
         if KIND != "no example":
             self.example_input_array = torch.zeros(2, 8)
 
     def forward(self, points: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        if self.trainer.training:
+            self.calls = self.calls + 1
         scores = self.rest(self.first(points - self.centre))
         return {"scores": scores} if KIND == "dict" else scores
 

@@ -62,6 +62,7 @@ def check_resumes(script: Path, kind: str, folder: Path) -> None:
     first, second, _ = ends(whole)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert first["centre"].abs().min() > 0
+    assert first["calls"] == 12
     if "rest.0.num_batches_tracked" in first:
         assert first["rest.0.num_batches_tracked"] == 12  # in training mode
     assert runs.summary(disturbed)["tested"] == runs.summary(whole)["tested"]

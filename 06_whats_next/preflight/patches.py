@@ -22,7 +22,7 @@ from preflight.memory import Memory, add_up, blocks_waiting, judge_memory
 from preflight.store import RETRY_TIMEOUT, Rate, block_bytes, check_store
 from prices import read_prices
 from store import FieldReader, Location
-from task import make_model
+from task import example_input, make_model
 
 PRICES = Path(__file__).parent.parent / "prices.toml"
 MAPS = 48  # that are searched for bad values
@@ -86,8 +86,8 @@ def add_up_memory(fabric: Fabric, options: Options, block: int) -> Memory:
     waiting *= per_block * patch
     waiting += max(1, workers) * loader.threads * block  # being read
 
-    inputs = torch.zeros(1, len(options.variables) + 1, size, size)
-    inputs = fabric.to_device(inputs.to(memory_format=torch.channels_last))
+    inputs = example_input(options).to(memory_format=torch.channels_last)
+    inputs = fabric.to_device(inputs)
     module = fabric.to_device(make_model(options))
     with fabric.autocast():
         return add_up(module, inputs, samples, fabric.world_size, waiting)

@@ -65,7 +65,8 @@ class BestCheckpoint(Callback):
         except LookupError as error:
             remedy = "log it, or change score()"
             raise DataError(f"task.py: validation logs no {error}; {remedy}") from error
+        score = trainer.strategy.broadcast(score)
         if not math.isfinite(score):
             remedy = "look at validation_step, and at score()"
             raise DataError(f"task.py: the validation's score is {score}; {remedy}")
-        return trainer.strategy.broadcast(score)
+        return score

@@ -34,15 +34,15 @@ def settle_buckets(trainer: Trainer, module: LightningModule) -> None:
     device = trainer.strategy.root_device
     example = move_data_to_device(module.example_input_array, device)
     modes = {part: part.training for part in module.modules()}
-    before = {buffer: buffer.clone() for buffer in module.buffers()}
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     module.eval()
     with torch.compiler.set_stance("force_eager"):  # not for the sake of this shape
         output = call(trainer.strategy.model, example)
         total_of(output).backward()
     for part, training in modes.items():
         part.training = training
-    for buffer, values in before.items():
-        buffer.copy_(values)
+    for name, values in before.items():  # by name: forward may have put others there
+        module.get_buffer(name).copy_(values)
     require_all_gradients(module)
     module.zero_grad()
 

@@ -18,12 +18,13 @@ def check_trainer(
     trainer: Trainer, module: LightningModule, boundary: Checkpoint
 ) -> None:
     """DataError if a run of these could not be resumed to the bit."""
-    for wrong in [
+    wrong = [
         *find_in_trainer(trainer, boundary),
         *find_in_model(trainer, module),
         *find_in_data(trainer),
-    ]:
-        raise DataError(wrong)
+    ]
+    if wrong:
+        raise DataError(wrong[0])
 
 
 def find_in_trainer(trainer: Trainer, boundary: Checkpoint) -> Iterator[str]:

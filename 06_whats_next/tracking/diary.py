@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import refuse
-from task import LOSS
 from tracking.stragglers import Verdict
 
 
@@ -30,6 +29,7 @@ class Chapter:
     step: int
     skipped: list[list[int]]  # windows of batches, see survival/recovery.py
     rows: list[dict[str, str]]  # of metrics.csv
+    loss: str = "loss"  # its name there
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """The steps at which a value was logged, and the values."""
@@ -85,7 +85,7 @@ def describe_start(chapter: Chapter, before: Chapter | None) -> str:
     if before is None:
         return f"started on {chapter.at}"
     text = f"went on from step {chapter.step} on {chapter.at}"
-    steps, _ = before.column(LOSS)
+    steps, _ = before.column(before.loss)
     if steps:
         again = steps[-1] + 1 - chapter.step
         text += f"; {max(0, again)} steps that were logged are computed again"

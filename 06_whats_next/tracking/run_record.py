@@ -41,17 +41,23 @@ Record = dict[str, dict[str, Any]]
 
 
 def make_record(
-    options: dict, data: dict[str, str], step: int, skipped: tuple[Window, ...]
+    options: dict,
+    data: dict[str, str],
+    *,
+    loss: str,
+    step: int,
+    skipped: tuple[Window, ...],
 ) -> Record:
     """All that decides a run's weights, and how it was started, as JSON has it.
 
     `options` are the checked ones, with the defaults filled in. `data` are checksums, of
-    which "values" must be the same for a run to go on: see task.describe_data.
+    which "values" must be the same for a run to go on: see task.describe_data. `loss` is the
+    name under which it is logged.
     """
     now = datetime.now().isoformat(" ", "seconds")
     windows = [list(window) for window in skipped]
     return {
-        "start": {"at": now, "step": step, "skipped": windows},
+        "start": {"at": now, "step": step, "skipped": windows, "loss": loss},
         "options": options,
         "data": data,
         **describe_here(),
