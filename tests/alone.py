@@ -1,12 +1,10 @@
 """A chapter's folder, copied alone, as a reader takes it for a project."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import book
 import programs
-import pytest
 
 
 def copy_chapter(chapter: Path, target: Path) -> Path:
@@ -37,13 +35,9 @@ class Alone:
     def start(self, *flags: object, **planted: float) -> programs.Program:
         """Start the copied script, which finds no file of the chapter but the copied ones."""
         places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), str(self.home))
-        with pytest.MonkeyPatch.context() as patch:
-            # A program has the paths of this process, among which there may be folders of any chapter.
-            chapters = {path.parent for path in book.files("*.py")} - {book.TESTS}
-            patch.setattr(sys, "path", [name for name in sys.path if Path(name) not in chapters])
-            return programs.Program(
-                self.script, *self.flags, *flags, "--output-dir", self.output, environment=places, **planted
-            )
+        return programs.Program(
+            self.script, *self.flags, *flags, "--output-dir", self.output, environment=places, **planted
+        )
 
     def kept(self) -> list[Path]:
         """The climatologies that have been computed and kept."""

@@ -174,17 +174,18 @@ def rooms(folder: str) -> Iterator[None]:
             from fields import DataError
 
     Chapters have files of the same names. Modules of any chapter that are loaded already are therefore put
-    aside, and come back at the end of the block, where this folder's own modules are taken out. Functions
-    and classes that were imported in the block can be used after it, but not pickled. RuntimeError inside
-    another such block, because sys.modules holds one module of each name.
+    aside, as are their folders, and come back at the end of the block, where this folder's own modules are
+    taken out. Functions and classes that were imported in the block can be used after it, but not pickled.
+    RuntimeError inside another such block, because sys.modules holds one module of each name.
     """
     global _open_rooms
     if _open_rooms is not None:
         raise RuntimeError(f"the rooms of {_open_rooms} are open; leave them before those of {folder}")
-    path = str(ROOT / folder)
     names = module_names() - {module.stem for module in TESTS.glob("*.py")}
     put_aside = _take_out(names)
-    sys.path.insert(0, path)
+    paths = list(sys.path)
+    elsewhere = [name for name in paths if Path(name).parent != ROOT or Path(name) == TESTS]
+    sys.path[:] = [str(ROOT / folder), *elsewhere]
     _open_rooms = folder
     try:
         yield
@@ -192,7 +193,7 @@ def rooms(folder: str) -> Iterator[None]:
         _open_rooms = None
         _take_out(names)
         sys.modules.update(put_aside)
-        sys.path.remove(path)
+        sys.path[:] = paths
 
 
 # ------------------------------------------------------------------------------------ into a README
