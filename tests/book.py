@@ -24,7 +24,6 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -220,19 +219,6 @@ def fence(text: str, language: str) -> str:
     return f"{'`' * ticks}{language}\n{text.rstrip()}\n{'`' * ticks}"
 
 
-@lru_cache
-def help_text(script: str) -> str:
-    """What `python SCRIPT --help` prints, 100 columns wide, no colour, in a fenced block."""
-    path = ROOT / script
-    plain = {"COLUMNS": "100", "NO_COLOR": "1", "PYTHON_COLORS": "0", "TERM": "dumb"}
-    environment = {key: value for key, value in os.environ.items() if key != "FORCE_COLOR"} | plain
-    command = [sys.executable, path.name, "--help"]
-    run = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True)
-    if run.returncode != 0:
-        raise RuntimeError(f"{script} --help ended with {run.returncode}:\n{run.stderr}")
-    return fence(run.stdout, "text")
-
-
 def _markdown_table(headers: list[str], rows: list[list[str]]) -> str:
     """A Markdown table. A column that holds numbers and nothing else is aligned to the right."""
     number = re.compile(r"\W?\d[\d\Wex]*")  # no letters but those of 1e-3 and 2.5x
@@ -424,13 +410,6 @@ def _count(old: str, new: str) -> tuple[int, int]:
 def changed_lines(old: str, new: str) -> int:
     """How many lines the diff of two files adds and removes, together."""
     return sum(_count(old, new))
-
-
-def diff(old: str, new: str) -> str:
-    """How many lines changed, and the unified diff in a fenced block."""
-    added, removed = _count(old, new)
-    block = fence("\n".join(_diff_lines(old, new)), "diff")
-    return f"{added} lines added, {removed} removed\n\n{block}"
 
 
 # ------------------------------------------------------------------------------------------ results
