@@ -81,12 +81,17 @@ def call_at(
     except CheckpointError as error:
         refuse(f"{checkpoint}: {error}")
     except RuntimeError as error:
-        of_group = isinstance(error, distributed.DistBackendError)
-        if not of_group and "gloo" not in str(error):
+        if not is_of_group(error):
             raise
         print(f"\n{first_line(error)}", file=sys.stderr)
         reason = "its own last line, above or in that rank's log, says why"
         refuse(f"another rank failed, or does not answer; {reason}")
+
+
+def is_of_group(error: RuntimeError) -> bool:
+    """Whether ranks cannot reach each other. Of gloo's errors only the text says so."""
+    by_gloo = any(words in str(error) for words in ("gloo", "pair closure"))
+    return by_gloo or isinstance(error, distributed.DistBackendError)
 
 
 def run(main: Callable[[], object]) -> None:

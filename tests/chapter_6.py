@@ -42,19 +42,19 @@ def local(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, local: list[str]) -> Callable[[int], Path]:
-    """Call it with a number of ranks: the folder of the run that nothing has disturbed."""
-    made: dict[int, Path] = {}
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, local: list[str]) -> Callable[..., Path]:
+    """Call it with a number of ranks, and flags: the folder of the run that nothing has disturbed."""
+    made: dict[tuple, Path] = {}
 
-    def run(ranks: int) -> Path:
-        if ranks not in made:
+    def run(ranks: int, *flags: str) -> Path:
+        if (ranks, *flags) not in made:
             target = tmp_path_factory.mktemp(f"undisturbed_{ranks}")
-            done = run_ranks(ranks, *local, "--output-dir", target, wait_for_writes=True)
+            done = run_ranks(ranks, *local, *flags, "--output-dir", target, wait_for_writes=True)
             assert codes(done) == [0] * ranks, programs.printed(done)
             # Lightning's warnings begin with the path of a file.
             assert "site-packages" not in programs.printed(done)
-            made[ranks] = target
-        return made[ranks]
+            made[ranks, *flags] = target
+        return made[ranks, *flags]
 
     return run
 

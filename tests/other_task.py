@@ -41,13 +41,11 @@ class PointsModule(LightningDataModule):
         self.end = 5 if KIND == "loader ends" else self.hparams.max_steps
 
     def train_dataloader(self) -> DataLoader:
+        place = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        accumulated = self.hparams.accumulate_grad_batches
+        size = self.hparams.batch_size
         batches = StepSampler(
-            self.hparams.batch_size,
-            self.end,
-            first_step=self.begin,
-            rank=self.trainer.global_rank,
-            world_size=self.trainer.world_size,
-            accumulate_grad_batches=self.hparams.accumulate_grad_batches,
+            size, self.end, first_step=self.begin, accumulate_grad_batches=accumulated, **place
         )
         kind = DataLoader if KIND == "plain loader" else TimedLoader
         return kind(Points(), batch_sampler=batches)
@@ -74,7 +72,6 @@ class Classifier(LightningModule):
         # As a normaliser or a codebook has it: each rank sees other points.
         self.register_buffer("centre", torch.zeros(8))
         self.register_buffer("calls", torch.zeros(()))  # of forward, in training
-        # As Lightning wants it.
         self.automatic_optimization = KIND not in ("two optimizers", "stepped twice")
         if KIND != "no example":
             self.example_input_array = torch.zeros(2, 8)
@@ -88,8 +85,7 @@ class Classifier(LightningModule):
     def look(self, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         points, classes = batch
         scores = self(points)
-        if isinstance(scores, dict):
-            scores = scores["scores"]
+        scores = scores["scores"] if KIND == "dict" else scores
         right = (scores.argmax(dim=1) == classes).float().mean()
         return nn.functional.cross_entropy(scores, classes), right
 
@@ -112,19 +108,17 @@ class Classifier(LightningModule):
 
     test_step = validation_step
 
-    def configure_optimizers(self) -> list[torch.optim.Optimizer] | torch.optim.Optimizer:
-        rest = torch.optim.Adam(self.rest.parameters(), lr=0.01)
-        if KIND != "two optimizers":
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-            if KIND != "schedule by epoch":
-                return optimizer
+    def configure_optimizers(self) -> torch.optim.Optimizer | list | tuple:
+        if KIND == "two optimizers":
+            return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.first, self.rest)]
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if KIND == "schedule by epoch":
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-        return [torch.optim.Adam(self.first.parameters(), lr=0.01), rest]
+        return optimizer
 
     def on_train_end(self) -> None:
-        torch.save(
-            self.state_dict(), Path(self.trainer.datamodule.hparams.output_dir, f"rank_{self.global_rank}.pt")
-        )
+        folder = self.trainer.datamodule.hparams.output_dir
+        torch.save(self.state_dict(), Path(folder, f"rank_{self.global_rank}.pt"))
 
 
 def make_data(options, location) -> None:

@@ -9,15 +9,13 @@ import programs
 import pytest
 import runs
 import torch
+from chapter_6 import AGAIN, codes
+from survival.determinism import seed_batch
 
-AGAIN = 75
 FLAGS = "--accelerator cpu --batch-size 12 --max-steps 12 --checkpoint-every 4 --validate-every 6".split()
 FLAGS += "--log-every 1 --loggers CSVLogger --resume auto".split()
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(quick_programs) -> None:
-    """Programs draw nothing."""
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 @pytest.fixture(scope="module")
@@ -41,52 +39,54 @@ def ends(folder: Path) -> list[dict]:
     return [*each, runs.state(folder)]
 
 
-def check_resumes(script: Path, kind: str, folder: Path) -> None:
+THOROUGH = [pytest.param(kind, marks=pytest.mark.thorough) for kind in ("dict", "frozen")]
+
+
+@pytest.mark.parametrize("kind", ["dropout", *THOROUGH])
+def test_other_models_resume_to_the_bit(script: Path, tmp_path: Path, kind: str) -> None:
     """Two ranks, killed once and told to stop once, end at the bits of a run that was left alone.
 
     The stop comes at a step at which the other run saves nothing.
     """
-    whole, disturbed = folder / "whole", folder / "disturbed"
+    whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
     done = train(script, kind, whole)
-    assert [one.code for one in done] == [0, 0], programs.printed(done)
+    assert codes(done) == [0, 0], programs.printed(done)
     assert "Traceback" not in programs.printed(done)
-    killed = train(script, kind, disturbed, planted={1: {"kill_at_step": 7}})
-    assert killed[1].code == -9
+    assert train(script, kind, disturbed, planted={1: {"kill_at_step": 7}})[1].code == -9
     stopped = train(script, kind, disturbed, planted={1: {"terminate_at_step": 2}})
-    assert [one.code for one in stopped] == [AGAIN, AGAIN], programs.printed(stopped)
+    assert codes(stopped) == [AGAIN, AGAIN], programs.printed(stopped)
     done = train(script, kind, disturbed)
-    assert [one.code for one in done] == [0, 0], programs.printed(done)
-    resumed = [path.name for path in disturbed.glob("resumed_at_*")]
-    assert len(set(resumed) - {"resumed_at_4", "resumed_at_6", "resumed_at_8", "resumed_at_12"}) == 1
+    assert codes(done) == [0, 0], programs.printed(done)
+    resumed = {path.name for path in disturbed.glob("resumed_at_*")}
+    assert len(resumed - {f"resumed_at_{step}" for step in (4, 6, 8, 12)}) == 1
     torch.testing.assert_close(ends(disturbed), ends(whole), rtol=0, atol=0)
     first, second, _ = ends(whole)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert first["centre"].abs().min() > 0
     assert first["calls"] == 12
-    if "rest.0.num_batches_tracked" in first:
-        assert first["rest.0.num_batches_tracked"] == 12  # in training mode
+    assert first.get("rest.0.num_batches_tracked", 12) == 12  # in training mode
     assert runs.summary(disturbed)["tested"] == runs.summary(whole)["tested"]
-
-
-def test_dropout_and_batch_norm_on_two_ranks_resume_to_the_bit(script: Path, tmp_path: Path) -> None:
-    check_resumes(script, "dropout", tmp_path)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["dict", "frozen"])
-def test_other_models_resume_to_the_bit(script: Path, tmp_path: Path, kind: str) -> None:
-    check_resumes(script, kind, tmp_path)
 
 
 def test_a_score_that_is_better_when_higher_keeps_the_highest(script: Path, tmp_path: Path) -> None:
     done = train(script, "frozen", tmp_path / "run", ranks=1)
-    assert done[0].code == 0, programs.printed(done)
+    assert codes(done) == [0], programs.printed(done)
     [best] = (tmp_path / "run/checkpoints").glob("best_*")
     with open(tmp_path / "run/metrics.csv", newline="") as log:
         accuracies = [float(row["accuracy"]) for row in csv.DictReader(log) if row["accuracy"]]
     first, second, _ = accuracies  # the last is the test's
     assert first != second
     assert float(best.name.split("_")[1]) == pytest.approx(max(first, second), abs=1e-6)
+
+
+def test_each_rank_and_each_batch_has_numbers_of_its_own() -> None:
+    def draw(*given: int) -> float:
+        seed_batch(*given)
+        return torch.rand(()).item()
+
+    different = {draw(seed, batch, rank) for seed in (0, 1) for batch in (0, 1) for rank in (0, 1)}
+    assert len(different) == 8
+    assert draw(0, 1, 0) == draw(0, 1, 0)
 
 
 REFUSED = {
@@ -107,23 +107,9 @@ REFUSED = {
 }
 
 
-def test_each_rank_and_each_batch_has_numbers_of_its_own() -> None:
-    with book.rooms("06_whats_next"):
-        from survival.determinism import seed_batch
-
-        def draw(*given: int) -> float:
-            seed_batch(*given)
-            return torch.rand(()).item()
-
-    different = {draw(seed, batch, rank) for seed in (0, 1) for batch in (0, 1) for rank in (0, 1)}
-    assert len(different) == 8
-    assert draw(0, 1, 0) == draw(0, 1, 0)
-
-
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_resumed_is_refused_in_one_line(script: Path, tmp_path: Path, kind: str) -> None:
     done = train(script, kind, tmp_path / "run")
-    assert [one.code for one in done] == [2, 2], programs.printed(done)
-    for one in done:
-        assert "Traceback" not in one.err
+    assert codes(done) == [2, 2], programs.printed(done)
+    assert "Traceback" not in "".join(one.err for one in done)
     assert any(REFUSED[kind] in one.err.strip().splitlines()[-1] for one in done), programs.printed(done)

@@ -1,28 +1,32 @@
-"""Chapter 6: what a run writes down about itself, and whether a slow rank is told from a slow loader."""
+"""Chapter 6: what a run writes down about itself: its record, by which it is repeated, and the times of each rank."""
 
 import csv
 import json
+import shutil
+from itertools import pairwise
 from pathlib import Path
 
+import book
 import buckets
-import numpy as np
 import programs
 import pytest
-from chapter_6 import SCRIPT, folder, local, rooms  # noqa: F401
-from runs import losses
+import torch
+import xarray as xr
+from chapter_6 import SCRIPT, SMALL, folder, local  # noqa: F401
+from plan import __main__ as plan
+from runs import assert_same_bits, last_checkpoint, summary, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tracking import run_record
 
-SMALL = "--accelerator cpu --patch-size 16 --batch-size 6 --max-steps 6 --validate-every 6".split()
-SMALL += "--checkpoint-every 2 --log-every 1 --shuffle-slots 12 --patches-per-block 2".split()
-SMALL += "--full-validation-patches 24 --resume auto".split()
-LONG = ["--max-steps", 24, "--validate-every", 24, "--checkpoint-every", 24]  # enough windows for a verdict
-
+pytestmark = pytest.mark.usefixtures("quick_programs")
 thorough = pytest.mark.thorough
+SIX = [*SMALL, "--max-steps", 6]
+LONG = [*SMALL, *"--max-steps 24 --validate-every 24 --checkpoint-every 24".split()]  # windows for a verdict
 
 
 def run_two_ranks(*flags: object, **options: object) -> list[programs.Run]:
     """Run the script on two ranks, which must succeed."""
-    done = programs.run_ranks(SCRIPT, 2, *SMALL, *flags, **options)
+    done = programs.run_ranks(SCRIPT, 2, *flags, **options)
     assert [getattr(one, "code", None) for one in done] == [0, 0], programs.printed(done)
     return done
 
@@ -37,201 +41,120 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(log))
 
 
-def curve(run: Path, tag: str) -> list[tuple[int, float]]:
-    """(step, value) of a curve as TensorBoard shows it."""
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
+# --------------------------------------------------------------------------------------- a run of four steps
 
 
-# ------------------------------------------------------------------------- made-up durations
+@pytest.fixture(scope="module")
+def finished(local: list[str], tmp_path_factory: pytest.TempPathFactory, quick_programs) -> Path:
+    """The folder of a run of four steps of three micro-batches, which saves whenever it may."""
+    run = tmp_path_factory.mktemp("run")
+    flags = (
+        "--max-steps 4 --validate-every 2 --seed 3 --learning-rate 0.004 --accumulate-grad-batches 3".split()
+    )
+    flags += "--checkpoint-every 100 --checkpoint-minutes 1e-9 --keep 100 --no-count-requests".split()
+    flags += ["--full-validation-patches", 24, "--loggers", "CSVLogger"]  # 24 are those of every validation
+    programs.require_success(SCRIPT, *SMALL, *local, *flags, "--output-dir", run, wait_for_writes=True)
+    return run
 
 
-def make_windows(ranks: int, wait: float = 0.01, forward: float = 1.0, noise: float = 0.0, count: int = 20):
-    """Windows of ranks that are alike; `noise` is the relative scatter of their times."""
-    rng = np.random.default_rng(0)
-    usual = np.array([wait, forward])
-    times = usual * (1 + noise * rng.standard_normal((count, ranks, 2)))
-    step = times.sum(axis=2).max(axis=1) + 1.0  # the backward pass, in which all wait for the slowest
-    step = np.repeat(step[:, None, None], ranks, axis=1)
-    return np.concatenate([times, step], axis=2)
+def test_a_run_is_repeated_from_its_record_alone_to_the_bit(finished: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    programs.require_success(SCRIPT, "--config", finished / "options.json", "--output-dir", again)
+    assert_same_bits(again, finished)
 
 
-def finding(windows: np.ndarray) -> tuple[str, int | None]:
-    from tracking.stragglers import judge
-
-    verdict = judge(list(windows))
-    return verdict.finding, verdict.rank
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 9])
-@pytest.mark.parametrize("column", ["wait", "forward"])
-def test_a_rank_that_is_always_the_slowest_is_named(ranks: int, column: str) -> None:
-    from tracking.stragglers import FORWARD, WAIT, judge
-
-    windows = make_windows(ranks, noise=0.1)
-    slow = ranks - 1
-    if column == "wait":
-        windows[:, slow, WAIT] = 0.5
-    else:
-        windows[:, slow, FORWARD] *= 1.8
-    assert finding(windows) == ("straggler", slow)
-    reason = {"wait": "waits for data", "forward": "forward pass"}[column]
-    assert f"rank {slow}" in judge(list(windows)).text and reason in judge(list(windows)).text
+def test_a_run_is_repeated_from_its_checkpoint_alone(finished: Path, tmp_path: Path) -> None:
+    """The options that are read from a checkpoint are those of the run."""
+    saved = last_checkpoint(finished)
+    run_record.main([str(saved), "--save-options", str(tmp_path / "options.json")])
+    assert (tmp_path / "options.json").read_bytes() == (finished / "options.json").read_bytes()
+    record = json.loads((finished / "record.json").read_text())
+    assert torch.load(saved, weights_only=True)["callbacks"]["RunRecord"] == record
+    assert (record["options"]["seed"], record["options"]["learning_rate"]) == (3, 0.004)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 9])
-def test_reads_that_come_in_bursts_make_a_slow_loader(ranks: int) -> None:
-    from tracking.stragglers import STEP, WAIT
-
-    windows = make_windows(ranks)
-    for column in (WAIT, STEP):
-        windows[::3, :, column] += 5.0
-    assert finding(windows) == ("slow loader", None)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 9])
-def test_a_slow_store_makes_no_straggler(ranks: int) -> None:
-    from tracking.stragglers import WAIT
-
-    windows = make_windows(ranks)
-    for number, window in enumerate(windows):
-        window[number % ranks, WAIT] = 2.0
-    assert finding(windows) == ("slow loader", None)
-    windows = make_windows(ranks, wait=2.0, noise=0.1)  # and so does one that is slow for all alike
-    assert finding(windows) == ("slow loader", None)
-    windows[:, 0, WAIT] *= 1.5  # always the longest, but the others wait, too
-    assert finding(windows) == ("slow loader", None)
+def test_minutes_may_decide_when_to_save_and_never_between_micro_batches(finished: Path) -> None:
+    progress = {}
+    for path in finished.glob("checkpoints/step_*"):
+        saved = torch.load(path, weights_only=True)
+        batches = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"]
+        progress[path.name] = (saved["global_step"], batches)
+    assert progress == {f"step_{step:08}.ckpt": (step, 3 * step) for step in range(1, 5)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 9])
-def test_nothing_is_said_of_noise_or_of_ranks_that_are_all_slow(ranks: int) -> None:
-    windows = make_windows(ranks, noise=0.1, count=300)
-    for end in range(len(windows)):
-        assert finding(windows[: end + 1]) == ("nothing", None)
-    assert finding(make_windows(ranks, forward=100.0, noise=0.1)) == ("nothing", None)
+def test_the_rmse_in_full_is_that_of_the_few_if_they_are_all(finished: Path) -> None:
+    log = rows(finished / "metrics.csv")
+    few, full = ([row[name] for row in log if row[name]] for name in ("rmse (m/s)", "full rmse (m/s)"))
+    assert len(few) == 2
+    best = few[: len(full)]
+    assert [float(value) for value in full] == pytest.approx([float(value) for value in best], rel=1e-6)
 
 
-def test_one_rank_may_wait_for_its_loader() -> None:
-    assert finding(make_windows(1, wait=2.0)) == ("slow loader", None)
+def test_the_gradient_norm_is_that_of_the_gradients_that_are_applied(finished: Path) -> None:
+    """AdamW's moments, from one step to the next, say what these were."""
+    moments = []
+    for step in range(1, 5):
+        saved = torch.load(finished / f"checkpoints/step_{step:08}.ckpt", weights_only=True)
+        [optimizer] = saved["optimizer_states"]
+        kept = optimizer["param_groups"][0]["betas"][0]
+        each = optimizer["state"].values()
+        moments.append(torch.cat([weight["exp_avg"].flatten().double() for weight in each]))
+    applied = [(now - kept * before).norm().item() / (1 - kept) for before, now in pairwise(moments)]
+    logged = [row["gradient_norm"] for row in rows(finished / "metrics.csv") if row["loss"]]
+    assert [float(norm) for norm in logged[1:]] == pytest.approx(applied, rel=1e-5)
 
 
-def test_one_window_or_a_tiny_difference_names_nobody() -> None:
-    from tracking.stragglers import FORWARD, STEP, WAIT
-
-    windows = make_windows(4)
-    windows[-1, 2, FORWARD] *= 50
-    assert finding(windows) == ("nothing", None)
-    windows = make_windows(4)
-    windows[-1, :, [WAIT, STEP]] += 60.0  # one read that had to be repeated
-    assert finding(windows) == ("nothing", None)
-    windows = make_windows(4, wait=0.001)
-    windows[:, 2, WAIT] *= 20  # of a step that takes 2 s
-    assert finding(windows) == ("nothing", None)
+def test_the_folder_of_a_finished_run_is_all_that_a_plan_needs(finished: Path) -> None:
+    prices = ["--prices", str(book.ROOT / "06_whats_next/prices.toml")]
+    plans = plan.main([str(finished), *"--device cpu --samples 1e6 --devices 1".split(), *prices])
+    rate = summary(finished)["samples_per_second"]
+    assert [one.rate for one in plans] == [pytest.approx(rate, rel=1e-6)] * 2
 
 
-def test_a_verdict_is_printed_when_it_changes_and_written_each_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tracking.step_times import StepTimes
-    from tracking.stragglers import Verdict
-
-    times = StepTimes(tmp_path, 6, None)
-    slow = [Verdict("straggler", 1, f"rank 1 is slow, {number}") for number in range(2)]
-    for step, verdict in enumerate([Verdict(), *slow, Verdict()]):
-        times.tell(verdict, step)
-    printed = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert printed == [f"note: step 1: {slow[0].text}", f"note: step 3: {Verdict().text}"]
-    assert [line["rank"] for line in verdicts(tmp_path)] == [None, 1, 1, None]
-
-
-def test_verdicts_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> None:
-    from tracking.step_times import delete_lines_after
-
-    path = tmp_path / "tracking.jsonl"
-    delete_lines_after(path, 0)  # there is none yet
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')  # killed as it wrote
-    delete_lines_after(path, 2)
-    assert [line["step"] for line in verdicts(tmp_path)] == [1, 2]
+def test_a_run_does_not_go_on_with_other_data(finished: Path, local: list[str], tmp_path: Path) -> None:
+    """The same options, and a store whose first training map has another value."""
+    other = shutil.copytree(local[1], tmp_path / "other.zarr")
+    name = "10m_u_component_of_wind"
+    fields = xr.open_zarr(other)[[name]].isel(time=[0]).load()
+    fields[name][0, 5, 5] += 1
+    fields.drop_vars(["latitude", "longitude"]).drop_attrs().to_zarr(other, region="auto")
+    before = weights(finished)
+    flags = ["--config", finished / "options.json", "--store", other, "--output-dir", finished, "--resume"]
+    done = programs.run(SCRIPT, *flags)
+    assert done.code == 2, done.err
+    assert "other values, times or another grid" in done.err.splitlines()[-1]
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(finished).items())
 
 
-# --------------------------------------------------------------------------------- real runs
+# --------------------------------------------------------------------------------------------- times
 
 
 def test_two_ranks_log_their_times_and_a_resumed_curve_has_each_step_once(
     local: list[str], tmp_path: Path
 ) -> None:
-    flags = [*local, "--output-dir", tmp_path]
+    flags = [*SIX, *local, "--output-dir", tmp_path]
     planted = {0: {"kill_at_step": 5}}
-    killed = programs.run_ranks(SCRIPT, 2, *SMALL, *flags, planted=planted, wait_for_writes=True)
+    killed = programs.run_ranks(SCRIPT, 2, *flags, planted=planted, wait_for_writes=True)
     assert [one.code for one in killed] == [-9, 1], programs.printed(killed)
+    with open(tmp_path / "tracking.jsonl", "a") as file:
+        file.write('{"st')  # killed as it wrote
     run_two_ranks(*flags)
 
     log = [row for row in rows(tmp_path / "resumed_at_4/metrics.csv") if row["loss"]]
     assert [int(row["step"]) for row in log] == [4, 5]
     first, second = log  # the first step of a start is not timed
     names = ("data_wait_seconds/rank_{}", "forward_seconds/rank_{}", "step_seconds/rank_{}")
-    per_rank = {name.format(rank) for name in names for rank in (0, 1)}
-    of_run = {"samples_per_second", "data_wait_share", "peak_memory_gb", "gradient_norm"}
-    for name in per_rank | of_run:
+    of_all = {name.format(rank) for name in names for rank in (0, 1)}
+    of_all |= {"samples_per_second", "data_wait_share", "peak_memory_gb"}
+    for name in of_all | {"gradient_norm"}:
         assert not first[name]
         assert float(second[name]) > 0
-    assert [step for step, _ in curve(tmp_path, "loss")] == list(range(6))
-    for name in (per_rank | of_run) - {"gradient_norm"}:
-        assert [step for step, _ in curve(tmp_path, name)] == [1, 2, 3, 5], name
-    assert [step for step, _ in curve(tmp_path, "lr-AdamW")] == list(range(6))
-
-
-def test_the_gradient_norm_is_that_of_the_gradients_that_are_applied(
-    local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-    import train
-
-    applied, step = [], torch.optim.AdamW.step
-
-    def note_norm(self, closure=None):
-        def compute():
-            loss = closure()
-            weights = [weight for group in self.param_groups for weight in group["params"]]
-            applied.append(torch.nn.utils.get_total_norm([weight.grad for weight in weights]).item())
-            return loss
-
-        return step(self, compute)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", note_norm)
-    flags = ["--max-steps", "3", "--loggers", "CSVLogger", "--accumulate-grad-batches", "2"]
-    train.main([*SMALL, *local, *flags, "--output-dir", str(tmp_path)])
-    logged = [row["gradient_norm"] for row in rows(tmp_path / "metrics.csv") if row["loss"]]
-    assert [float(norm) for norm in logged[1:]] == pytest.approx(applied[1:], rel=1e-5)
-    assert not (tmp_path / "tensorboard").exists()
-    assert len(losses(tmp_path)) == 3
-
-
-@pytest.mark.parametrize("name, reason", [("NoLogger", "CSVLogger"), ("WandbLogger", "uv add wandb")])
-def test_a_logger_that_is_not_there_is_refused(
-    name: str,
-    reason: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import options
-    import train
-
-    monkeypatch.setattr(options, "find_spec", lambda package: package != "wandb" or None)
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--loggers", "CSVLogger", name, "--output-dir", str(tmp_path)])
-    assert ended.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "--loggers" in last and name in last and reason in last, last
-
-
-def test_every_logger_of_lightning_may_be_given() -> None:
-    from lightning.pytorch import loggers
-    from options import LOGGERS
-
-    assert LOGGERS.keys() == set(loggers.__all__) - {"Logger"}
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    steps = {name: [event.step for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert steps["loss"] == steps["lr-AdamW"] == list(range(6))
+    assert all(steps[name] == [1, 2, 3, 5] for name in of_all), steps
+    assert [line["step"] for line in verdicts(tmp_path)] == [2, 3, 4, 6]
 
 
 @thorough
@@ -241,7 +164,7 @@ def test_a_slow_rank_is_named_with_what_is_slow(
     fault: str, doing: str, rank: int, local: list[str], tmp_path: Path
 ) -> None:
     planted = {rank: {fault: 0.5}}  # ten times as long as usual
-    done = run_two_ranks(*local, *LONG, "--output-dir", tmp_path, planted=planted)
+    done = run_two_ranks(*LONG, *local, "--output-dir", tmp_path, planted=planted)
     last = verdicts(tmp_path)[-1]
     assert (last["finding"], last["rank"]) == ("straggler", rank), verdicts(tmp_path)
     assert done[0].out.count(f"rank {rank} {doing}") == 1, done[0].out
@@ -252,7 +175,7 @@ def test_a_slow_rank_is_named_with_what_is_slow(
 def test_a_slow_store_has_no_straggler(folder: Path, tmp_path: Path) -> None:
     with buckets.serving(folder, latency_ms=500) as address:
         store = ["--store", "s3://winds/whole", "--endpoint", address, "--anonymous"]
-        run_two_ranks(*store, *LONG, "--output-dir", tmp_path)
+        run_two_ranks(*LONG, *store, "--output-dir", tmp_path)
     findings = [line["finding"] for line in verdicts(tmp_path)]
     assert "straggler" not in findings
     assert "slow loader" in findings, verdicts(tmp_path)

@@ -13,6 +13,8 @@ import psutil
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import distributed
 
+from command_line import is_of_group
+
 LINE_BYTES = 400
 # What a rank does within a step, in this order.
 DOING = (
@@ -101,8 +103,7 @@ class Heartbeat(Callback):
 
 def is_lost_rank(error: RuntimeError) -> bool:
     """Whether a process group has failed, and so another rank."""
-    of_group = isinstance(error, distributed.DistBackendError) or "gloo" in str(error)
-    return of_group and distributed.is_initialized()
+    return is_of_group(error) and distributed.is_initialized()
 
 
 def is_alive(pid: int) -> bool:

@@ -1,0 +1,104 @@
+"""A folder of checkpoints: what is written is whole, and what was there at the save; and which one is the best."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from errors import DataError
+from studies import saving
+from survival.best import BestCheckpoint
+from survival.checkpoints import BackgroundWriter, CheckpointFolder, best_names, step_name, step_names
+from task import score
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> BackgroundWriter:
+    """Of an empty folder, in which it keeps two checkpoints."""
+    return BackgroundWriter(CheckpointFolder(str(tmp_path / "checkpoints")), keep=2)
+
+
+def test_the_newest_are_kept_and_what_is_written_is_what_was_there_at_the_save(
+    writer: BackgroundWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = torch.save
+    state = {"weights": torch.zeros(1000)}
+
+    def save_late(*given) -> None:
+        state["weights"] += 1  # as the next step does
+        save(*given)
+
+    monkeypatch.setattr(torch, "save", save_late)
+    for step in (10, 9, 100):
+        writer.save_checkpoint(state, step_name(step))
+        writer.finish()
+    assert step_names(writer.folder) == [step_name(100), step_name(10)]
+    path = Path(writer.folder.url, step_name(100))
+    assert torch.load(path)["weights"].unique().tolist() == [2]
+
+
+def test_bytes_that_read_back_wrong_are_no_checkpoint(
+    writer: BackgroundWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = torch.save
+
+    def save_other_bytes(state: dict, file: BinaryIO) -> None:
+        whole = BytesIO()
+        save(state, whole)
+        content = bytearray(whole.getvalue())
+        content[len(content) // 2] ^= 1  # one bit, of a tensor
+        file.write(content)
+
+    monkeypatch.setattr(torch, "save", save_other_bytes)
+    writer.save_checkpoint({"weights": torch.zeros(20_000)}, step_name(1))
+    writer.finish()
+    assert writer.failure.startswith("step_00000001.ckpt not written: ")
+    assert list(writer.folder.path.iterdir()) == []
+
+
+@pytest.mark.parametrize("higher_is_better, sign", [(False, 1), (True, -1)])
+def test_a_worse_score_never_takes_the_place_of_the_best_also_in_a_later_run(
+    writer: BackgroundWriter, higher_is_better: bool, sign: int
+) -> None:
+    """Scores that are better when higher may be negative, as a log-likelihood is."""
+    for _ in range(2):
+        again = BackgroundWriter(writer.folder, keep=2, higher_is_better=higher_is_better)
+        for step, rmse in ((1, 3.0), (2, 2.0), (3, 2.5)):
+            again.save_checkpoint({"step": step}, step_name(step))
+            again.keep_if_best(step, sign * rmse)
+            again.finish()
+    assert best_names(writer.folder) == [f"best_{sign * 2.0:.6f}_step_00000002.ckpt"]
+
+
+def test_all_patches_are_looked_at_only_where_the_few_are_as_good_as_ever() -> None:
+    """And a state that is saved and loaded goes on from there."""
+    writer, trainer, looked = MagicMock(), MagicMock(is_global_zero=True, loggers=[]), []
+    trainer.strategy.broadcast = lambda score: score
+
+    def look_closer(*_) -> dict[str, float]:
+        looked.append(trainer.global_step)
+        return {"rmse (m/s)": 7.0}
+
+    def validate(best: BestCheckpoint, step: int, few: float) -> None:
+        trainer.global_step = step
+        trainer.callback_metrics = {"rmse (m/s)": torch.tensor(few), "loss": torch.tensor(0.0)}
+        best.on_validation_end(trainer, MagicMock())
+
+    best, again = (BestCheckpoint(writer, score, False, look_closer) for _ in range(2))
+    for step, few in enumerate([3.0, 2.0, 2.5]):
+        validate(best, step, few)
+    again.load_state_dict(best.state_dict())
+    for step, few in ((3, 2.1), (4, 1.9)):
+        validate(again, step, few)
+    assert looked == [0, 1, 4]
+    assert [call.args for call in writer.keep_if_best.call_args_list] == [(0, 7.0), (1, 7.0), (4, 7.0)]
+    with pytest.raises(DataError, match="--validation-times: no value is present"):
+        validate(again, 5, float("nan"))
+
+
+@pytest.mark.thorough
+def test_the_measurement_of_saves_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    saving.main(["--repeats", "1"])
+    assert capsys.readouterr().out.count("it costs 2%") == 2

@@ -1,0 +1,150 @@
+"""What a run is judged by: the same patches, baselines without a network, a picture."""
+
+from pathlib import Path
+
+import evaluation
+import numpy as np
+import options
+import pytest
+import task
+import torch
+import xarray as xr
+from datamodule import WindDataModule
+from evaluation import BASELINE
+from made_up_winds import flags_for, make_winds, with_land, write
+from store import Location
+
+pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
+
+
+@pytest.fixture(scope="module")
+def winds() -> xr.Dataset:
+    return with_land(make_winds())
+
+
+@pytest.fixture(scope="module")
+def store(winds: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("stores") / "winds", winds, (8, 10, 20))
+
+
+def make_datamodule(store: Path, names: tuple[str, ...], *flags: object) -> WindDataModule:
+    """The data module that train.py makes of a store."""
+    kept = ["--climatology-dir", store.parent / "kept"]
+    parsed = options.parse_options("", flags_for(store, *kept, *flags, variables=names))
+    return task.make_datamodule(parsed, task.make_data(parsed, Location(str(store))))
+
+
+def test_every_run_is_judged_on_the_same_patches(store: Path) -> None:
+    """Each period on its own, and where the committed results lie on a map of this size."""
+    places = [(0, k) for k in range(20)]
+    judged = []
+    for flags in ([], ["--seed", 5, "--batch-size", 8]):
+        made = make_datamodule(store, ("u", "v"), *flags)
+        assert made.validation.batch_size == made.test.batch_size == options.Options().eval_samples
+        for dataset, year in ((made.validation, "1984"), (made.test, "1985")):
+            patches = [dataset.patch(*place) for place in places]
+            assert {str(dataset.maker.period.dates[patch.time])[:4] for patch in patches} == {year}
+            corners = [(patch.row, patch.column, patch.seen.sum()) for patch in patches[:3]]
+            assert corners == [(0, 7, 124), (1, 15, 102), (0, 18, 96)]
+            judged.append(dataset.__getitems__(places))
+    for one, other in zip(judged[0] + judged[1], judged[2] + judged[3]):
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+def test_baselines_are_those_of_a_plain_sum(store: Path) -> None:
+    """In the unit of two of three variables, and by the weights of cells."""
+    dataset = make_datamodule(store, ("temperature", "v", "u"), "--eval-samples", 12).test
+    squares = dict.fromkeys(("climatology", "nearest neighbour", "linear interpolation", BASELINE), 0)
+    weights = 0
+    for k in range(12):
+        sample, mean = dataset[0, k], dataset.maker.monthly_mean(dataset.patch(0, k))
+        anomaly, unseen = dataset.maker.std * sample["target"], sample["unseen"][0] > 0
+        weight = sample["weight"][0][unseen]
+        weights += weight.sum()
+        for name, fill in evaluation.fills(mean, anomaly, sample["input"][-1] > 0, unseen).items():
+            error = fill - (mean + anomaly)[:, unseen].astype("float64")
+            squares[name] += (weight * error[1:] ** 2).sum()
+    found = evaluation.baselines(dataset, {"K": [0], "m/s": [1, 2]})
+    expected = {name: np.sqrt(square / 2 / weights) for name, square in squares.items()}
+    assert {name: rmse["m/s"] for name, rmse in found.items()} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("cells", [[], [(2, 3)], [(2, 3), (6, 5)], [(1, 1), (3, 3), (5, 5)]])
+def test_a_patch_of_which_too_few_cells_are_seen_is_filled_from_the_nearest(cells: list) -> None:
+    """One or two cells, or a line of them, span no triangle; if nothing is seen, there is the climatology."""
+    seen = np.zeros((8, 8), bool)
+    for cell in cells:
+        seen[cell] = True
+    mean, anomaly = np.random.default_rng(0).normal(size=(2, 2, 8, 8))
+    found = evaluation.fills(mean, anomaly, seen, ~seen)
+    np.testing.assert_array_equal(found["climatology"], mean[:, ~seen])
+    np.testing.assert_array_equal(found["linear interpolation"], found["nearest neighbour"])
+    of_anomalies = evaluation.fills(0 * mean, anomaly, seen, ~seen)["nearest neighbour"]
+    np.testing.assert_allclose(found[BASELINE], mean[:, ~seen] + of_anomalies)
+    if not cells:
+        np.testing.assert_array_equal(found["nearest neighbour"], mean[:, ~seen])
+        return
+    distances = np.linalg.norm(np.argwhere(~seen)[:, None] - cells, axis=2)
+    closest = np.isclose(distances, distances.min(axis=1, keepdims=True))
+    taken = found["nearest neighbour"][:, :, None] == (mean + anomaly)[:, None, seen]
+    assert (taken & closest).any(axis=2).all()
+
+
+def test_each_baseline_is_exact_where_it_should_be() -> None:
+    """Each of the four has fields that it fills without error, and others do not."""
+    seen = np.pad(np.zeros((14, 14), bool), 1, constant_values=True)  # inside its hull lies every hole
+    rough = np.random.default_rng(0).normal(size=(2, 16, 16))
+    slope, flat = np.linspace(0, 10, 16)[:, None] + 0 * rough, np.ones_like(rough)
+    linear, nearest = "linear interpolation", "nearest neighbour"
+    for mean, anomaly, expected in (
+        (rough, 0 * rough, {"climatology", BASELINE}),
+        (rough, flat, {BASELINE}),
+        (rough, slope, {BASELINE}),
+        (slope, 2 * slope, {linear, BASELINE}),
+        (3 * flat, flat, {nearest, linear, BASELINE}),
+        (flat, rough, set()),
+    ):
+        truth = (mean + anomaly)[:, ~seen]
+        found = evaluation.fills(mean, anomaly, seen, ~seen)
+        assert {name for name in found if np.abs(found[name] - truth).max() < 1e-9} == expected
+
+
+def test_degrees_are_those_of_a_map() -> None:
+    """And go round, as those of a patch across the seam do; the date line is neither east nor west."""
+    north = [evaluation.format_latitude(degrees) for degrees in (-0.0, -60, 2.5)]
+    assert north == ["0°", "60 °S", "2.5 °N"]
+    east = [evaluation.format_longitude(degrees) for degrees in (-60, 2.5, 270, 360, 365, 540, -180)]
+    assert east == ["60 °W", "2.5 °E", "90 °W", "0°", "5 °E", "180°", "180°"]
+
+
+@pytest.mark.parametrize(("names", "unit"), [(("u", "v"), "m/s"), (("temperature",), "K")])
+def test_the_example_shows_truth_swaths_fill_and_error(names: tuple, unit: str, store: Path) -> None:
+    """Of the wind its speed, and else the first variable."""
+    dataset = make_datamodule(store, names).test
+    maker, patch, sample = dataset.maker, dataset.patch(0, 0), dataset[0, 0]
+    network = torch.nn.Conv2d(len(names) + 1, len(names), 1)
+    torch.nn.init.zeros_(network.weight)
+    torch.nn.init.constant_(network.bias, 0.5)
+    figure = evaluation.plot_example(dataset, {unit: list(range(len(names)))}, network)
+
+    unseen = sample["unseen"][0] > 0
+    error = np.where(unseen, maker.std * (0.5 - sample["target"]), 0)
+    truth = maker.monthly_mean(patch) + maker.std * sample["target"]
+    show = np.linalg.norm if len(names) == 2 else lambda maps, axis: maps[0]
+    truth, filled, error = (show(maps, axis=0) for maps in (truth, truth + error, error))
+    expected = {
+        "truth": truth,
+        "seen by the satellite": np.where(unseen, np.nan, truth),
+        "filled by the network": filled,
+        "error of the fill": np.where(unseen, np.abs(error), np.nan),
+    }
+    assert str(maker.period.dates[patch.time])[:10] in figure.get_suptitle()
+    panels = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
+    assert list(panels) == list(expected)
+    for title, axes in panels.items():
+        shown = np.ma.masked_invalid(axes.collections[0].get_array()).filled(np.nan)
+        np.testing.assert_allclose(shown, expected[title], rtol=1e-5, atol=1e-5)
+        assert axes.xaxis.get_major_formatter()(270, 0) == "90 °W"
+        assert axes.yaxis.get_major_formatter()(-30, 0) == "30 °S"
+    assert [axes.get_ylabel() for axes in figure.axes if not axes.get_title()] == [unit] * 4

@@ -1,0 +1,306 @@
+"""Other people's stores become the same map at the same times, or a line that says what to do."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import made_up_winds
+import numpy as np
+import pytest
+import store_checksum
+import store_climatology
+import xarray as xr
+from errors import DataError
+from fields import group_by_unit, split_times
+from made_up_winds import COLUMNS, DIMS, TRAINING
+from store import FieldReader, Location
+
+pytestmark = [  # of which train.py shows none, either
+    pytest.mark.filterwarnings("ignore:Failed to open Zarr store with consolidated metadata"),
+    pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part"),
+    pytest.mark.filterwarnings("ignore:The data type .* does not have a Zarr V3 specification"),
+    pytest.mark.filterwarnings("ignore:Duplicate dimension names"),
+]
+
+
+@pytest.fixture(scope="module")
+def winds() -> xr.Dataset:
+    return made_up_winds.make_winds()[["u", "v"]]
+
+
+def reader_of(path: Path, level: str | None = None) -> FieldReader:
+    return FieldReader(Location(str(path)), ["v", "u"], level)
+
+
+# ------------------------------------------------------------------------------ any layout
+
+
+def around(winds: xr.Dataset) -> xr.Dataset:
+    """From 180 degrees west, and not from 0."""
+    return winds.assign_coords(longitude=(winds.longitude + 180) % 360 - 180).sortby("longitude")
+
+
+def first_again(winds: xr.Dataset) -> xr.Dataset:
+    """With longitude 0 a second time, as 360."""
+    first = winds.isel(longitude=[0])
+    return xr.concat([winds, first.assign_coords(longitude=first.longitude + 360)], "longitude")
+
+
+def backwards(winds: xr.Dataset) -> xr.Dataset:
+    """From east to west, in whole degrees, of a type in which no difference is below 0."""
+    winds = winds.isel(longitude=slice(None, None, -1))
+    return winds.assign_coords(longitude=winds.longitude.astype("uint16"))
+
+
+def all_of_these(winds: xr.Dataset) -> xr.Dataset:
+    """From 180 degrees west, from north to south, and latitude last, under other names."""
+    winds = around(winds).isel(latitude=slice(None, None, -1)).transpose(..., "longitude", "latitude")
+    return winds.rename(latitude="lat", longitude="lon")
+
+
+def with_others(winds: xr.Dataset) -> xr.Dataset:
+    """With variables on other dimensions, which look like those of the map."""
+    more = winds.assign(pressure=("lev", np.arange(3.0)), sites=("lat", np.arange(5.0)))
+    return more.assign_coords(lat=np.arange(5.0), lev=[1, 2, 3])
+
+
+def columns(*numbers: int) -> Callable:
+    """A region, or the whole map in another order."""
+    return lambda winds: winds.isel(longitude=list(numbers))
+
+
+def named(*names: str, **attributes: tuple[str, ...]) -> Callable:
+    """Time, latitude and longitude under other names, and known by attributes, given from longitude on."""
+
+    def change(winds: xr.Dataset) -> xr.Dataset:
+        winds = winds.drop_attrs()
+        for key, values in attributes.items():
+            for dim, value in zip(reversed(DIMS), values):
+                winds[dim].attrs[key] = value
+        return winds.rename(dict(zip(DIMS, names)))
+
+    return change
+
+
+def of_a_forecast(winds: xr.Dataset) -> xr.Dataset:
+    """Known by their names, and beside the time that it is for there is that of its start."""
+    return named("valid_time", "Lat", "LON")(winds).assign_coords(time=0)
+
+
+def levels(values: list, name: str = "level") -> Callable:
+    """The winds at the last of two values of a further dimension; half of them at the other."""
+    dim = xr.Variable(name, values)
+    return lambda winds: xr.concat([winds / 2, winds], dim).transpose("time", ...)
+
+
+IN_ORDER = tuple(range(COLUMNS))
+FROM_THE_WEST = IN_ORDER[COLUMNS // 2 :] + IN_ORDER[: COLUMNS // 2]
+IN_NO_ORDER = tuple(np.random.default_rng(0).permutation(COLUMNS).tolist())
+LAYOUTS = {  # what becomes of the dataset, --level, and the columns of the map that is found
+    "time last": (lambda winds: winds.transpose("latitude", "longitude", ...), None, IN_ORDER),
+    "from 180 degrees west": (around, None, FROM_THE_WEST),
+    "longitudes in no order": (columns(*IN_NO_ORDER), None, IN_ORDER),
+    "times in no order": (lambda winds: winds.isel(time=[4, 0, 5, 3, 1, 2]), None, IN_ORDER),
+    "the first column again": (first_again, None, IN_ORDER),
+    "from east to west": (backwards, None, IN_ORDER),
+    "in double precision": (lambda winds: winds.astype("float64"), None, IN_ORDER),
+    "all of these": (all_of_these, None, FROM_THE_WEST),
+    "other variables": (with_others, None, IN_ORDER),
+    "a level of length one": (lambda winds: winds.expand_dims(height=[10.0], axis=1), None, IN_ORDER),
+    "a chosen level": (levels([500, 850]), "850", IN_ORDER),
+    "a level in single precision": (levels(np.float32([0.5, 0.494025])), "0.494025", IN_ORDER),
+    "a chosen member": (levels(["r1", "r2"], "member"), "r2", IN_ORDER),
+    "across Greenwich": (columns(38, 39, 0, 1), None, (38, 39, 0, 1)),
+    "across Greenwich, from east to west": (columns(1, 0, 39, 38), None, (38, 39, 0, 1)),
+    "a region in no order": (columns(3, 6, 5, 4), None, (3, 4, 5, 6)),
+    "names": (of_a_forecast, None, IN_ORDER),
+    "standard names": (named("instant", "y", "x", standard_name=DIMS[::-1]), None, IN_ORDER),
+    "axes": (named("instant", "lat", "lon", axis=("X", "Y", "T")), None, IN_ORDER),
+    "units": (named("t", "y", "x", units=("degrees_east", "degree_north")), None, IN_ORDER),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts_are_the_same_map(layout: str, winds: xr.Dataset, tmp_path: Path) -> None:
+    """Each value has the date and the place on Earth that it had, on sorted coordinates without a jump.
+
+    Regions are read as (time, latitude, longitude), whatever the order in the store.
+    """
+    transform, level, found_columns = LAYOUTS[layout]
+    few = winds.isel(time=slice(6))
+    transform(few).to_zarr(tmp_path / "store", consolidated=True)
+    reader = reader_of(tmp_path / "store", level)
+    found = reader.open()
+    expected = few.isel(longitude=list(found_columns))
+    assert set(found.variables) == {"u", "v", *DIMS}
+    np.testing.assert_allclose(np.diff(found.longitude), 9)
+    np.testing.assert_allclose(found.longitude % 360, expected.longitude)
+    for name in ("time", "latitude"):
+        np.testing.assert_array_equal(found[name], expected[name])
+    place = {"latitude": slice(2, 9), "longitude": np.array([2, 3, 0, 1])}
+    regions = [place | {"time": time} for time in (4, 0)]
+    values = reader.read_at_once(regions)
+    assert (values.dtype, values.shape) == (np.float32, (2, 2, 7, 4))
+    for number, name in enumerate(("v", "u")):
+        np.testing.assert_array_equal(reader.read(name, {"time": slice(0, 6)}), expected[name])
+        np.testing.assert_array_equal(reader.read(name, {"time": np.array([4, 1])}), expected[name][[4, 1]])
+        for n, region in enumerate(regions):
+            np.testing.assert_array_equal(values[n, number], expected[name][region])
+
+
+def test_statistics_of_another_layout_are_the_same(winds: xr.Dataset, tmp_path: Path) -> None:
+    """In Zarr's format 2, on the sorted map."""
+    statistics = winds.sel(time=slice(*TRAINING)).groupby("time.month").mean()
+    for name in ("u", "v"):
+        statistics[name].attrs["std"] = 2.0
+    how = {"zarr_format": 2, "consolidated": False}
+    all_of_these(winds).to_zarr(tmp_path / "store", **how)
+    stored = all_of_these(statistics).rename(lat="latitude", lon="longitude")
+    stored.to_zarr(tmp_path / "store", group="statistics/mine", **how)
+    found = store_climatology.read_statistics(reader_of(tmp_path / "store"), "mine")
+    expected = statistics[["v", "u"]].to_dataarray().transpose("month", "variable", ...).values
+    np.testing.assert_array_equal(found.mean, np.roll(expected, -COLUMNS // 2, axis=-1))
+    assert found.std.tolist() == [2, 2]
+
+
+def test_units_are_the_groups_of_variables() -> None:
+    """u and v are judged together, however the unit is spelt; a variable without one by itself."""
+    units = {"u": "m s**-1", "t": "K", "v": "m s-1", "n": 1, "gust": "m/s", "q": None, "skin": "K"}
+    dataset = xr.Dataset({name: ("time", [0.0], {"units": unit}) for name, unit in units.items()})
+    del dataset.q.attrs["units"]
+    groups = group_by_unit(dataset, list(units))
+    assert groups == {"m/s": [0, 2, 4], "K": [1, 6], "1": [3], "q": [5]}
+    assert group_by_unit(dataset, ["v", "u"]) == {"m/s": [0, 1]}
+
+
+# ------------------------------------------------------------------------------ what cannot be used
+
+
+def twice_on_time(winds: xr.Dataset) -> xr.Dataset:
+    return winds.assign(v=(("time", *DIMS), np.zeros((5, *winds.u.shape))))
+
+
+def in_months(winds: xr.Dataset) -> xr.Dataset:
+    """Times that only another calendar has."""
+    winds = winds.assign_coords(time=np.arange(winds.time.size))
+    winds.time.attrs["units"] = "months since 1982-01-01"
+    return winds
+
+
+TEXTS = [f"{number:g}E" for number in range(COLUMNS)]
+ON_GRID = "it is not in the store on time, latitude, longitude alone; there are"
+REFUSED = {  # what becomes of the dataset, --level, and what is said
+    "two latitudes": (
+        lambda winds: winds.assign(v=winds.v.rename(latitude="lat")),
+        None,
+        "lat and latitude both look like latitude; give --variables of one grid",
+    ),
+    "texts": (
+        lambda winds: winds.assign(v=winds.v.astype("<U4")),
+        None,
+        r"--variables v: its type is \S+; give variables of numbers",
+    ),
+    "a time twice": (
+        lambda winds: xr.concat([winds, winds.isel(time=[3])], "time"),
+        None,
+        "time has a value twice: it was written twice, or a chunk .* missing; write it anew",
+    ),
+    "a chunk of longitude lost": (
+        lambda winds: winds.assign_coords(longitude=winds.longitude.where(winds.longitude < 180)),
+        None,
+        "longitude has a value twice: .* chunk of it is missing",
+    ),
+    "a longitude of texts": (
+        lambda winds: winds.assign_coords(longitude=TEXTS),
+        None,
+        r"longitude holds \S+; it must",
+    ),
+    "months": (in_months, None, ".*mend its attributes, such as the units of time"),
+    "no times": (lambda winds: winds.isel(time=slice(0)), None, "--variables v: a dimension has length 0"),
+    "no such variable": (
+        lambda winds: winds.drop_vars("v"),
+        None,
+        rf"--variables v: {ON_GRID} u \(time, lat",
+    ),
+    "one time": (lambda winds: winds.isel(time=[0]), None, f"--variables v: {ON_GRID} u"),
+    "a dimension twice": (twice_on_time, None, rf"--variables v: {ON_GRID} .* v \(time, time, latitude, lon"),
+    "levels": (levels([500, 850]), None, rf"--variables v: {ON_GRID} .* v \(time, level, .*by --level"),
+    "no such level": (levels([500, 850]), "700", ".*level has no such value; give one of 500, 850"),
+    "no level": (lambda winds: winds, "700", ".*the variables have no further dimension"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_used_is_refused_with_a_remedy(case: str, winds: xr.Dataset, tmp_path: Path) -> None:
+    change, level, message = REFUSED[case]
+    change(winds.isel(time=slice(5))).to_zarr(tmp_path / "store", consolidated=True)
+    with pytest.raises(DataError) as refused:
+        reader_of(tmp_path / "store", level).open()
+    assert re.match(message, str(refused.value)), refused.value
+    assert "\n" not in str(refused.value)
+
+
+# ------------------------------------------------------------------------------ times and calendars
+
+
+def in_calendar(name: str, winds: xr.Dataset) -> xr.Dataset:
+    """The same fields on dates of another calendar."""
+    time = xr.date_range("1982-01-01", periods=winds.time.size, freq="10D", calendar=name)
+    return winds.assign_coords(time=time)
+
+
+@pytest.mark.parametrize(
+    ("calendar", "number", "first", "last"),
+    [
+        ("standard", 73, "1985-01-05", "1985-02-24"),
+        ("noleap", 73, "1985-01-06", "1985-02-25"),
+        ("360_day", 72, "1985-02-01", "1985-03-01"),
+    ],
+)
+def test_periods_are_the_times_between_two_dates_both_included(
+    calendar: str, number: int, first: str, last: str, winds: xr.Dataset
+) -> None:
+    time = in_calendar(calendar, winds).time
+    training, test = split_times(time, {"--train-times": TRAINING, "--test-times": (first, last)})
+    for period in (training, test):
+        np.testing.assert_array_equal(time[period.positions], period.dates)
+        assert [int(str(date)[5:7]) - 1 for date in period.dates] == period.months.tolist()
+    assert [str(date)[:10] for date in test.dates[[0, -1]]] == [first, last]
+    assert [str(date)[:4] for date in training.dates[[0, -1]]] == list(TRAINING)
+    assert len(training.dates) == number
+
+
+def test_the_data_of_another_calendar_are_known_again(winds: xr.Dataset, tmp_path: Path) -> None:
+    """Dates are objects there: what identifies the data is what they say, not where they are in memory."""
+    in_calendar("noleap", winds).to_zarr(tmp_path / "store", consolidated=True)
+    found = []
+    for _ in range(2):
+        reader = reader_of(tmp_path / "store")
+        (training,) = split_times(reader.open().time, {"--train-times": TRAINING})
+        checksums = store_checksum.identify_data(reader, training)
+        found.append((checksums, store_climatology.identify(reader, training)))
+    assert found[0] == found[1]
+
+
+DATES = np.arange("1982-01-01", "1983-01-01", dtype="datetime64[D]").astype("datetime64[ns]")
+JUNE = "1982-01 1982-06"
+OUTSIDE = {  # times, those to train on and to test on, and what is said
+    "no date": (DATES, "then now", "1982 1982", "--train-times then now: no times; give dates of 1982-01-01"),
+    "empty": (DATES, JUNE, "1982-12 1982-11", "--test-times 1982-12 1982-11: no times; give dates of"),
+    "overlap": (
+        DATES,
+        JUNE,
+        "1982-06-30 1982-09",
+        f"--test-times .*: shares times with --train-times {JUNE};",
+    ),
+    "integers": (np.arange(365), "0 100", "200 300", "time holds int64, not dates; give it units such as"),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_times_that_cannot_be_used_are_refused_with_their_flag(case: str) -> None:
+    axis, training, test, message = OUTSIDE[case]
+    time = xr.DataArray(axis, dims="time", coords={"time": axis})
+    spans = {"--train-times": tuple(training.split()), "--test-times": tuple(test.split())}
+    with pytest.raises(DataError, match=message):
+        split_times(time, spans)

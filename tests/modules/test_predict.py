@@ -1,0 +1,19 @@
+"""predict/: a map that is cut into patches, and joined again, is the map."""
+
+import numpy as np
+import pytest
+from predict.tiles import Tiling
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize(("height", "size", "overlap"), [(37, 16, 5), (37, 16, 0), (16, 16, 8), (64, 64, 8)])
+def test_a_map_that_is_cut_and_joined_is_the_map(height: int, size: int, overlap: int, wraps: bool) -> None:
+    """And neighbours share the overlap, also across the seam."""
+    field = np.random.default_rng(0).normal(size=(2, height, 72)).astype("float32")
+    tiling = Tiling((height, 72), size, overlap, wraps)
+    np.testing.assert_allclose(tiling.join(tiling.cut(field)), field, atol=1e-6)
+    columns = np.unique(np.array(tiling.corners)[:, 1])
+    if wraps:
+        columns = np.append(columns, 72)
+    assert (columns[-1] + size > 72) == wraps
+    assert (np.diff(columns) <= size - overlap).all()

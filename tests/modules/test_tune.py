@@ -1,0 +1,151 @@
+"""The search for hyperparameters, and how it is replayed on measured trials."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import book
+import numpy as np
+import optuna
+import programs
+import psutil
+import pytest
+import tune
+from command_line import make_location
+from made_up_winds import flags_for, make_winds, write
+from options import Options, parse_options
+from optuna.trial import TrialState
+from studies import search_check
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """Of 96 samples: three steps of 4 samples in each of eight rungs."""
+    store = write(tmp_path / "winds.zarr", make_winds())
+    places = ["--output-dir", tmp_path / "run", "--climatology-dir", tmp_path / "kept"]
+    sizes = ["--accelerator", "cpu", "--max-steps", 24, "--patches-per-block", 2, "--eval-samples", 8]
+    return flags_for(store, *sizes, *places)
+
+
+@pytest.fixture
+def options(flags: list[str]) -> Options:
+    return parse_options("", flags)
+
+
+def test_a_search_goes_on_where_it_was_stopped_with_other_values(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill leaves a trial running: its values are tried again, first."""
+
+    def train_trial(options, data, trial) -> float:
+        tune.choose(trial)
+        trial.report(1.0, 1)
+        return 1.0
+
+    monkeypatch.setattr(tune, "train_trial", train_trial)
+
+    def search(trials: int) -> optuna.Study:
+        asked = tune.Search(tmp_path, "random", "none", trials, processes=1)
+        tune.run_trials(asked, options, 0, make_location(options))
+        return tune.open_study(asked, seed=0)
+
+    study = search(2)
+    lost = tune.choose(study.ask())
+    tune.put_back(study)
+    search(4)
+    trials = search(6).trials
+    states = [TrialState.COMPLETE] * 2 + [TrialState.FAIL] + [TrialState.COMPLETE] * 4
+    assert [trial.state for trial in trials] == states
+    assert trials[3].params == lost
+    rates = [trial.params["learning_rate"] for trial in trials]
+    assert len(set(rates)) == 6
+    assert len(search(6).trials) == 7  # there are enough
+
+
+def test_a_search_with_other_flags_is_refused(options: Options, tmp_path: Path, capsys) -> None:
+    study = tune.open_study(tune.Search(tmp_path, "random", "none", 1, 1), seed=0)
+    tune.require_same(study, options)
+    tune.require_same(study, replace(options, learning_rate=1.0, padding="replicate"))  # searched
+    for change in ({"max_steps": 7}, {"patch_size": 32}, {"batch_size": 2}, {"store": "elsewhere"}):
+        with pytest.raises(SystemExit, match="2"):
+            tune.require_same(study, replace(options, **change))
+        assert next(iter(change)).replace("_", "-") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("batch_size", "samples"), [(4, 96), (32, 256)])  # at least a step a rung
+def test_each_trial_trains_on_as_many_samples_and_is_judged_as_often(
+    options: Options, batch_size: int, samples: int
+) -> None:
+    trial = search_check.KeptTrial({"learning_rate": 1e-3, "batch_size": batch_size, "padding": "zeros"})
+    rmse = tune.train_trial(options, tune.task.make_data(options, make_location(options)), trial)
+    assert len(trial.rmse) == tune.RUNGS
+    assert trial.rmse[-1] == rmse
+    assert trial.user_attrs["samples"] == samples
+
+
+def test_the_best_so_far_is_that_of_whole_trials_in_the_order_in_which_they_end() -> None:
+    trials = []
+    whole, pruned = TrialState.COMPLETE, TrialState.PRUNED
+    for year, state, value in (
+        (2003, whole, 1.0),
+        (2001, pruned, 0.5),
+        (2002, whole, 1.5),
+        (2004, whole, 2.0),
+    ):
+        trial = optuna.trial.create_trial(state=state, value=value, user_attrs={"samples": year})
+        trial.datetime_complete = trial.datetime_start.replace(year=year)
+        trials.append(trial)
+    spent, best = tune.best_so_far(trials)
+    assert spent == [0, 2001, 4003, 6006, 8010]
+    assert np.array_equal(best, [math.nan, math.nan, 1.5, 1.0, 1.0], equal_nan=True)
+
+
+def test_a_replay_spends_the_compute_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rungs are a whole trial; a trial that is pruned at the first costs an eighth."""
+    committed = book.results("06_whats_next/results/search.json")["rows"]
+    table = search_check.make_table(committed)
+    assert len(table) == 88
+    rungs = []
+    report = optuna.trial.Trial.report
+    monkeypatch.setattr(optuna.trial.Trial, "report", lambda self, *v: (rungs.append(v[1]), report(self, *v)))
+    for sampler, pruner in search_check.WAYS:
+        rungs.clear()
+        reached = search_check.replay(table, sampler, pruner, seed=1)
+        assert len(rungs) in range(32 * 8, 33 * 8)
+        assert reached == sorted(reached, reverse=True)
+        assert rungs == list(range(1, 9)) * 32 if pruner == "none" else rungs.count(1) > 60
+
+
+@pytest.mark.thorough
+def test_a_search_in_two_processes_that_is_killed_goes_on(flags: list[str], tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "tune.py",
+        "--processes",
+        "2",
+        "--trials",
+        "4",
+        "--search-dir",
+        tmp_path,
+        *flags,
+    ]
+    journal = tmp_path / "journal.log"
+    with subprocess.Popen(command, cwd=book.ROOT / "06_whats_next") as search:
+        programs.wait_for(
+            lambda: journal.exists() and journal.read_text().count('"samples"') > 3, search, "a trial"
+        )
+        family = [*psutil.Process(search.pid).children(recursive=True), psutil.Process(search.pid)]
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family)
+    subprocess.run(command, cwd=book.ROOT / "06_whats_next", check=True)
+    trials = tune.open_study(tune.Search(tmp_path, "tpe", "halving", 4, 2), 0).trials
+    assert not [trial for trial in trials if trial.state == TrialState.RUNNING]
+    tried = [trial.params for trial in trials if trial.state in tune.ENDED]
+    assert len(tried) >= 4
+    failed = [trial.params for trial in trials if trial.state == TrialState.FAIL]
+    assert failed
+    assert all(params in tried for params in failed if len(params) == 3)
+    assert (tmp_path / "tpe_halving.png").exists()

@@ -1,0 +1,159 @@
+"""Blocks of the winds: what they hold, what is cut from them, and what they cost."""
+
+import json
+import urllib.request
+import weakref
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+import buckets
+import numpy as np
+import options
+import pytest
+import task
+from made_up_winds import COLUMNS, LAND, ROWS, SIZE, flags_for, make_winds, with_land, write
+from store import FieldReader, Location
+
+LAYOUTS = {
+    "single": {"chunks": (1, 10, 20)},
+    "shards": {"chunks": (1, 10, 20), "shards": (4, ROWS, COLUMNS)},
+    "times": {"chunks": (4, 10, 20)},
+}
+OBJECTS = 8  # of a block, for both variables
+LATER = ("--train-times", "1982-01-25", "1983")  # positions 3 to 72
+
+pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of buckets. In its bucket `winds`, each layout has a store whose values say where they are from.
+
+    u is the number of the time, and is missing on land; v also has row and column.
+    """
+    winds = make_winds()[["u", "v"]]
+    time, row, column = np.indices(winds.u.shape)
+    winds.u.values[:] = time
+    winds.v.values[:] = 10_000 * time + 100 * row + column
+    folder = tmp_path_factory.mktemp("buckets")
+    for name, layout in LAYOUTS.items():
+        write(folder / "winds" / name, with_land(winds), **layout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_data(folder: Path) -> Callable:
+    """Call it with a layout and flags: the data module of that store. Each slot reads several blocks."""
+
+    def call(layout: str, *flags: object, endpoint: str | None = None):
+        few = ["--max-steps", 10, "--shuffle-slots", 8, "--patches-per-block", 4, "--accelerator", "cpu"]
+        store = folder / "winds" / layout
+        words = flags_for(store, *few, "--climatology-dir", folder / "climatology", *flags)
+        parsed = options.parse_options("", words)
+        location = Location(str(store))
+        if endpoint:
+            location = Location(f"s3://winds/{layout}", endpoint, anonymous=True)
+        return task.make_datamodule(parsed, task.make_data(parsed, location))
+
+    return call
+
+
+@pytest.mark.parametrize(("layout", "times"), [("single", 1), ("shards", 1), ("times", 4)])
+def test_a_block_is_all_training_times_of_a_chunk(layout: str, times: int, make_data) -> None:
+    """In a sharded store, of the chunk inside the shard. The first and the last have fewer training times."""
+    blocks = make_data(layout, *LATER).blocks
+    found = [blocks.maker.period.positions[block].tolist() for block in blocks.blocks]
+    chunks = groupby(range(3, 73), lambda position: position // times)
+    assert found == [list(chunk) for _, chunk in chunks]
+
+
+def check_values(batch: dict, k: int, position: int, row: int, column: int, swath: np.ndarray) -> None:
+    """Sample k is the patch that begins there, across the seam if need be, under that swath."""
+    rows, columns = np.ogrid[row : row + SIZE, column : column + SIZE]
+    columns = columns % COLUMNS
+    valid = np.ones((ROWS, COLUMNS), bool)
+    valid[LAND] = False
+    valid = valid[rows, columns]
+    where = 10_000 * position + 100 * rows + columns
+    truth = valid * np.stack([np.full((SIZE, SIZE), position), where])
+    np.testing.assert_array_equal(batch["target"][k], truth)
+    np.testing.assert_array_equal(batch["input"][k], [*truth * swath, valid & swath])
+    np.testing.assert_array_equal(batch["unseen"][k, 0], valid & ~swath)
+    weight = np.cos(np.deg2rad(9 * rows - 85.5)) * (valid & ~swath)
+    np.testing.assert_allclose(batch["weight"][k, 0], weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["single", "times"])
+def test_a_sample_is_the_patch_of_its_block_which_costs_its_objects_once(
+    layout: str, make_data, folder: Path
+) -> None:
+    """It is of one of the block's times, may cross the seam, and leaves out the cells without a climatology."""
+    blocks = make_data(layout, *LATER).blocks
+    blocks.maker.mean = np.zeros_like(blocks.maker.mean)
+    blocks.maker.std = np.ones_like(blocks.maker.std)
+    positions = blocks.maker.period.positions
+    drawn, corners, crossing, masked = set(), set(), 0, 0
+    for block, times in enumerate(blocks.blocks):
+        samples = blocks.read_block(block, np.random.default_rng(block))
+        batch = blocks.make_batch(samples)
+        assert len(samples) == 4
+        for k, (patch, _) in enumerate(samples):
+            check_values(batch, k, positions[patch.time], patch.row, patch.column, patch.seen)
+            assert patch.time in times
+            drawn.add(patch.time)
+            corners.add((patch.time, patch.row, patch.column))
+            crossing += patch.column > COLUMNS - SIZE
+        masked += (batch["target"] == 0).all(axis=1).sum()
+        chunk = positions[times[0]] // LAYOUTS[layout]["chunks"][0]
+        sizes = [path.stat().st_size for path in (folder / "winds" / layout).glob(f"[uv]/c/{chunk}/*/*")]
+        assert batch["traffic"].tolist() == [OBJECTS, sum(sizes), 0, 4]
+    assert drawn == set(range(len(positions)))
+    assert len(corners) > 0.9 * len(blocks) * 4  # they rarely coincide
+    assert crossing
+    assert masked
+
+
+@pytest.mark.parametrize("per_block", [2, 6])
+def test_all_times_of_a_chunk_are_drawn_equally_often(per_block: int, make_data, monkeypatch) -> None:
+    """In one read, they differ by one patch at most; over many reads by chance only, even with fewer patches."""
+    blocks = make_data("times", "--patches-per-block", per_block).blocks
+    monkeypatch.setattr(FieldReader, "read", lambda *_: np.zeros((4, ROWS, COLUMNS)))
+    drawn = np.zeros((100, 4), int)
+    for seed in range(100):
+        for sample in blocks.read_block(0, np.random.default_rng(seed)):
+            drawn[seed, sample.patch.time] += 1
+    assert np.ptp(drawn, axis=1).max() <= 1
+    assert np.ptp(drawn.sum(axis=0)) < 40  # if the first were preferred, they would have up to 100 more
+
+
+def test_no_map_is_kept(make_data, monkeypatch) -> None:
+    """Patches are copies, so that nothing else of a map is held."""
+    maps, read = [], FieldReader.read
+
+    def watched(self, *args) -> np.ndarray:
+        values = read(self, *args).copy()  # a view would not be known by its own references
+        maps.append(weakref.ref(values))
+        return values
+
+    blocks = make_data("times").blocks
+    monkeypatch.setattr(FieldReader, "read", watched)
+    samples = blocks.read_block(0, np.random.default_rng(0))
+    assert len(samples) == 4
+    assert len(maps) == 2
+    assert all(reference() is None for reference in maps)
+
+
+def test_shards_in_a_bucket_that_fails_now_and_then_have_the_same_batches(make_data, folder: Path) -> None:
+    """To the bit, whatever was read for them."""
+    expected = list(make_data("single").train_loader())
+    faults = {"error_rate": 0.05, "reset_rate": 0.01, "truncate_rate": 0.01}
+    with buckets.serving(folder, latency_ms=0, **faults) as address:
+        found = list(make_data("shards", endpoint=address).train_loader())
+        with urllib.request.urlopen(f"{address}/_counts") as reply:
+            counts = json.load(reply)
+    assert sum(counts[name] for name in ("SlowDown", "reset", "truncated")) > 0
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected):
+        for name in ("input", "target", "unseen", "weight"):
+            np.testing.assert_array_equal(one[name], other[name])

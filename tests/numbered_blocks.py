@@ -1,0 +1,49 @@
+"""Blocks without data, to test the block loader with: a sample says which it is."""
+
+import numpy as np
+from block_loader import BlockLoader, BlockOrder
+
+
+def make_order(blocks=40, batch_size=4, slots=8, patches_per_block=3, seed=0) -> BlockOrder:
+    return BlockOrder(blocks, batch_size, slots, patches_per_block, seed)
+
+
+def make_batches(order: BlockOrder, steps: int) -> list[list[tuple[int, int]]]:
+    """The global batch of each step, as (step, k)."""
+    return [[(step, k) for k in range(order.batch_size)] for step in range(steps)]
+
+
+def reads_of(order: BlockOrder, batches: list) -> set[int]:
+    """The reads that these batches need."""
+    return {order.address(step, k)[0] for batch in batches for step, k in batch}
+
+
+class Numbers:
+    """A sample is (block, the number drawn for this read, its place in the block).
+
+    `read` lists the blocks that were read, and with which number. No two reads draw the same.
+    """
+
+    def __init__(self, order: BlockOrder):
+        self.order = order
+        self.read: list[tuple[int, int]] = []
+
+    def read_block(self, block: int, rng: np.random.Generator) -> list[tuple]:
+        drawn = int(rng.integers(2**62))
+        self.read.append((block, drawn))
+        return [(block, drawn, n) for n in range(self.order.patches_per_block)]
+
+    def make_batch(self, samples: list[tuple]) -> list[tuple]:
+        return samples
+
+    def loader(self, batches: list, **reading: int) -> BlockLoader:
+        return BlockLoader(self.order, batches, self.read_block, self.make_batch, **reading)
+
+    def key(self, read: int) -> tuple[int, int]:
+        """What `read` lists of a read."""
+        return self.order.block(read), int(self.order.rng(read).integers(2**62))
+
+    def evaluate(self, batches: list) -> list[list[tuple]]:
+        """The batches as the order defines them, without a loader."""
+        addresses = [[self.order.address(step, k) for step, k in batch] for batch in batches]
+        return [[(*self.key(read), n) for read, n in batch] for batch in addresses]
