@@ -205,8 +205,6 @@ def test_when_a_rank_is_lost_the_other_says_so_and_both_resume_to_the_bit(
     fault: str, chapter: Path, store: Path, tmp_path: Path
 ) -> None:
     """Without a time limit it would wait for ever for one that does not answer."""
-    if (fault, chapter.name) == ("stall_at_step", "06_whats_next"):
-        pytest.skip("test_a_rank_that_hangs_is_named_by_the_others_and_ends_itself is of this")
     script, (code, says) = chapter / "train.py", LAST_TO_LIVE[chapter.name]
     flags = [*SMALL, "--store", store, "--resume", "auto", "--process-group-timeout", 10, "--output-dir"]
     waits, planted = WAITS.get(chapter.name, {}), {1: {fault: 3}}
