@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -61,6 +62,16 @@ def no_process_outlives_its_test():
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, timeout=10)
+
+
+@pytest.fixture(autouse=True)
+def signals_end_the_suite_again():
+    """Chapter 6's main takes SIGTERM and SIGUSR1, also where a test calls it in this process."""
+    taken = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in taken}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

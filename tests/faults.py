@@ -249,11 +249,9 @@ def _use_double_precision(wanted: bool) -> None:
 FAULTS = {
     "draw_nothing": _draw_nothing,
     "double_precision": _use_double_precision,
-    "kill_in_backward": partial(_in_backward, _kill_self),
     "kill_with_checkpoints": _kill_with_checkpoints,
     "kill_between_map_and_flags": partial(_between_map_and_flags, _kill_self),
     "terminate_between_map_and_flags": partial(_between_map_and_flags, _terminate_self),
-    "kill_in_write": partial(_in_write, _kill_self),
     "limit_files": _limit_files,
     "other_version": _other_version,
     "spoil_gradient": _spoil_gradient,

@@ -339,12 +339,29 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("flags", BAD_INPUT)
 def test_bad_input_is_named_with_its_flag_and_writes_nothing(
-    flags: str, store: Path, tmp_path: Path, refused
+    flags: str, store: Path, tmp_path: Path, refused, monkeypatch
 ) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # of a Mac
     said = refused("--store", store, "--output-dir", tmp_path / "run", *flags.split())
     assert re.match(BAD_INPUT[flags], said), said
     assert SECRET not in said
     assert list(tmp_path.iterdir()) == []
+
+
+BOUNDS = "retry_timeout patches_per_block shuffle_slots batch_size eval_samples num_workers seed".split()
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_each_number_has_its_least_value(name: str, capsys) -> None:
+    """Each option declares its own."""
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(SystemExit):
+        parse(flag, -1)
+    assert f"argument {flag}: -1: too small; give at least" in capsys.readouterr().err
+
+
+def test_four_batches_are_mixed_whatever_the_workers() -> None:
+    assert [parse("--num-workers", workers).shuffle_slots for workers in (0, 3)] == [16, 16]
 
 
 def put_hole(store: Path, position: int) -> None:

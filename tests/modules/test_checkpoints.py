@@ -2,6 +2,7 @@
 
 from io import BytesIO
 from pathlib import Path
+from threading import Event
 from typing import BinaryIO
 from unittest.mock import MagicMock
 
@@ -56,6 +57,28 @@ def test_bytes_that_read_back_wrong_are_no_checkpoint(
     writer.finish()
     assert writer.failure.startswith("step_00000001.ckpt not written: ")
     assert list(writer.folder.path.iterdir()) == []
+
+
+def test_a_save_is_left_out_while_the_one_before_it_is_being_written(
+    writer: BackgroundWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would use the same copy in memory, and the file would be of two steps."""
+    released = Event()
+    save = torch.save
+
+    def save_when_released(*given: object) -> None:
+        released.wait(60)
+        save(*given)
+
+    monkeypatch.setattr(torch, "save", save_when_released)
+    state = {"weights": torch.zeros(1000)}
+    writer.save_checkpoint(state, step_name(1))
+    state["weights"] += 1
+    writer.save_checkpoint(state, step_name(2))
+    released.set()
+    writer.finish()
+    assert step_names(writer.folder) == [step_name(1)]
+    assert not torch.load(Path(writer.folder.url, step_name(1)))["weights"].any()
 
 
 @pytest.mark.parametrize("higher_is_better, sign", [(False, 1), (True, -1)])

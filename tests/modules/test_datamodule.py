@@ -5,6 +5,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import block_loader
+import datamodule
 import pytest
 from datamodule import WindDataModule, count_readers
 from numbered_blocks import Numbers, make_order
@@ -12,14 +13,20 @@ from numbered_blocks import Numbers, make_order
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 
 
+@pytest.fixture(autouse=True)
+def programs_import_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else later programs of the suite would be forked from what loaders import ahead."""
+    monkeypatch.setattr(datamodule.multiprocessing, "set_forkserver_preload", lambda names: None)
+
+
 def make_loader(numbers: Numbers, steps: int, accumulate: int = 1, workers: int = 0, place: tuple = (0, 1)):
-    """The block loader of a rank, whose samples are numbers. `workers` are announced; none is started."""
+    """The DataLoader of a rank, whose samples are numbers. Its block loader, .dataset, needs no worker."""
     options = {"batch_size": numbers.order.batch_size, "max_steps": steps, "num_workers": workers}
     options |= {"accumulate_grad_batches": accumulate, "start_method": "forkserver"}
     options |= {"patch_size": 16, "eval_samples": 4}
     nothing = SimpleNamespace(validation=None, test=None, eval_patches=lambda *_: None)
     module = WindDataModule(nothing, options=options, order=numbers.order, blocks=numbers, first_step=0)
-    return module.train_loader(*place).dataset
+    return module.train_loader(*place)
 
 
 @pytest.mark.parametrize(
@@ -28,12 +35,12 @@ def make_loader(numbers: Numbers, steps: int, accumulate: int = 1, workers: int 
 def test_ranks_share_the_global_batch_and_no_block(slots: int, ranks: int, accumulate: int, capsys) -> None:
     """Their slices may be unequal, and come in micro-batches. One of them prints what workers cost."""
     whole = Numbers(make_order(batch_size=8, slots=slots))
-    expected = list(make_loader(whole, 20))
+    expected = list(make_loader(whole, 20).dataset)
     pieces = [[] for _ in range(20)]
     sizes, read = set(), []
     for rank in range(ranks):
         own = Numbers(whole.order)
-        loader = make_loader(own, 20, accumulate, workers=5, place=(rank, ranks))
+        loader = make_loader(own, 20, accumulate, workers=5, place=(rank, ranks)).dataset
         batches = list(loader)
         assert len(batches) == len(loader) == 20 * accumulate
         for number, batch in enumerate(batches):
@@ -67,11 +74,14 @@ def test_workers_change_no_batch_and_read_blocks_as_often_as_the_note_says(
     """`fewer` workers would read each block once. Here, workers come one after another."""
     numbers = Numbers(make_order(batch_size=8, slots=slots, patches_per_block=8))
     whole = Numbers(numbers.order)
-    expected = list(make_loader(whole, 4 * slots, accumulate))
+    expected = list(make_loader(whole, 4 * slots, accumulate).dataset)
     assert len(whole.read) == len(set(whole.read))
     assert capsys.readouterr().err == ""
 
-    loader = make_loader(numbers, 4 * slots, accumulate, workers)
+    started = make_loader(numbers, 4 * slots, accumulate, workers)
+    assert started.num_workers == workers
+    assert started.multiprocessing_context.get_start_method() == "forkserver"
+    loader = started.dataset
     found = {}
     for worker in range(workers):
         place = Namespace(id=worker, num_workers=workers)

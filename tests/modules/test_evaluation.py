@@ -34,6 +34,9 @@ def make_datamodule(store: Path, names: tuple[str, ...], *flags: object) -> Wind
     return task.make_datamodule(parsed, task.make_data(parsed, Location(str(store))))
 
 
+VALIDATED, TESTED = [11, 17, 19], [28, 15, 4]  # positions of the first times that judge, in their years
+
+
 def test_every_run_is_judged_on_the_same_patches(store: Path) -> None:
     """Each period on its own, and where the committed results lie on a map of this size."""
     places = [(0, k) for k in range(20)]
@@ -41,11 +44,12 @@ def test_every_run_is_judged_on_the_same_patches(store: Path) -> None:
     for flags in ([], ["--seed", 5, "--batch-size", 8]):
         made = make_datamodule(store, ("u", "v"), *flags)
         assert made.validation.batch_size == made.test.batch_size == options.Options().eval_samples
-        for dataset, year in ((made.validation, "1984"), (made.test, "1985")):
+        for dataset, year, times in ((made.validation, "1984", VALIDATED), (made.test, "1985", TESTED)):
             patches = [dataset.patch(*place) for place in places]
             assert {str(dataset.maker.period.dates[patch.time])[:4] for patch in patches} == {year}
             corners = [(patch.row, patch.column, patch.seen.sum()) for patch in patches[:3]]
             assert corners == [(0, 7, 124), (1, 15, 102), (0, 18, 96)]
+            assert [patch.time for patch in patches[:3]] == times
             judged.append(dataset.__getitems__(places))
     for one, other in zip(judged[0] + judged[1], judged[2] + judged[3]):
         for name in one:

@@ -274,8 +274,8 @@ def test_the_data_of_another_calendar_are_known_again(winds: xr.Dataset, tmp_pat
     """Dates are objects there: what identifies the data is what they say, not where they are in memory."""
     in_calendar("noleap", winds).to_zarr(tmp_path / "store", consolidated=True)
     found = []
-    for _ in range(2):
-        reader = reader_of(tmp_path / "store")
+    readers = [reader_of(tmp_path / "store") for _ in range(2)]  # both live: no address is used again
+    for reader in readers:
         (training,) = split_times(reader.open().time, {"--train-times": TRAINING})
         checksums = store_checksum.identify_data(reader, training)
         found.append((checksums, store_climatology.identify(reader, training)))

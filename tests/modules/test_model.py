@@ -109,3 +109,9 @@ def test_the_rmse_of_each_unit_is_that_of_a_plain_sum(monkeypatch) -> None:
             f"{prefix}rmse ({unit})": (squares[each].mean() / total) ** 0.5 for unit, each in units.items()
         }
         assert logged == pytest.approx(rmse, rel=1e-5)
+
+
+def test_the_seed_decides_the_weights() -> None:
+    one, same, other = (make_module(seed=seed).model.head.weight for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)

@@ -13,18 +13,12 @@ from survival.preemption import Preemption, Reason, has_spot_notice
 
 
 def test_both_signals_only_set_a_flag(tmp_path: Path) -> None:
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    try:
-        for number in numbers:
-            wishes = Preemption(tmp_path, None, None)
-            assert wishes.reason() == Reason.NONE
-            os.kill(os.getpid(), number)
-            assert wishes.reason() == Reason.SIGNAL
-            wishes.close()
-    finally:
-        for number, handler in zip(numbers, before):
-            signal.signal(number, handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        wishes = Preemption(tmp_path, None, None)
+        assert wishes.reason() == Reason.NONE
+        os.kill(os.getpid(), number)
+        assert wishes.reason() == Reason.SIGNAL
+        wishes.close()
 
 
 def answer(request: Request, notice: bool) -> bytes:

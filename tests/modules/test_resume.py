@@ -7,11 +7,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from block_loader import BlockOrder, Window, batch_number
-from errors import CheckpointError
+from errors import CheckpointError, DataError
 from options import Options
 from survival.checkpoints import CheckpointFolder, step_name
 from survival.recovery import REMEMBERED, BadLoss, LossHistory
-from survival.resume import find_start, skip_batches
+from survival.resume import Start, find_start, skip_batches
 
 OPTIONS = asdict(Options())
 
@@ -77,3 +77,10 @@ def test_a_spike_is_bad_only_against_enough_other_losses() -> None:
         losses.add(60, 10.1)
     with pytest.raises(BadLoss, match="loss nan"):
         LossHistory(10).add(0, float("nan"))
+
+
+def test_more_bad_losses_than_may_be_skipped_end_the_run() -> None:
+    options = {"skip_batches": 1, "max_skips": 1}
+    start = Start(skipped=(Window(3, 4),))
+    with pytest.raises(DataError, match=r"--max-skips 1: loss nan at step 5 again"):
+        skip_batches(BadLoss(5, float("nan")), start, None, options)
