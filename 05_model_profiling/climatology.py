@@ -6,6 +6,11 @@ import numpy as np
 
 from errors import DataError
 
+ABSURD = 1e30  # no value of nature; netCDF writes 9.97e36 where nothing was written
+NO_VALUE = (
+    "infinity, or netCDF's mark of no value; declare it as _FillValue, or replace it"
+)
+
 
 @dataclass(frozen=True)
 class Climatology:
@@ -20,6 +25,17 @@ class Climatology:
     def valid(self) -> np.ndarray:
         """Where every variable has a value in some month, (latitude, longitude)."""
         return ~np.isnan(self.mean).all(axis=0).any(axis=0)
+
+
+def find_constant(mean: np.ndarray) -> np.ndarray:
+    """Where a variable has the same mean in every month, (variables, latitude, longitude).
+
+    To the last bit: it has one value at all times, as land may have, or an unnamed fill value.
+    """
+    months = (~np.isnan(mean)).sum(axis=0)
+    # fmax and fmin pass over months without a mean.
+    same = np.fmax.reduce(mean) == np.fmin.reduce(mean)
+    return same & (months > 1)
 
 
 class MonthlySums:
@@ -44,15 +60,19 @@ class MonthlySums:
             self.squares[month] += (seen**2).sum(axis=1)
         self.blocks += 1
 
-    def average(self, least: int) -> tuple[np.ndarray, np.ndarray]:
+    def average(self, least: int, constant: str) -> tuple[np.ndarray, np.ndarray]:
         """Mean and std, as a Climatology has them, of cells with `least` values in a month.
 
-        DataError if there is no such cell.
+        If `constant` is "mask", without the cells of find_constant. DataError if no cell
+        is left.
         """
         enough = self.count >= least
-        require_values(enough.any(axis=0))
         mean = np.full(self.total.shape, np.nan)
         np.divide(self.total, self.count, out=mean, where=enough)
+        if constant == "mask":
+            enough = enough & ~find_constant(np.float32(mean)).any(axis=0)
+            mean = np.where(enough, mean, np.nan)
+        require_values(enough.any(axis=0))
         spread = self.squares - self.total * mean  # sum of the squared anomalies
         number = self.count[enough].sum()
         variance = np.nansum(spread, axis=(0, 2, 3)) / number

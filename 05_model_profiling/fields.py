@@ -6,14 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import xarray as xr
 
+from coordinates import DIMENSIONS, find_dimensions, sort_coordinates
 from errors import DataError
-
-# Each dimension is known by a name, a standard_name, an axis or units.
-DIMENSIONS = {
-    "time": {"time", "valid_time", "t", "T"},
-    "latitude": {"latitude", "lat", "degrees_north", "degree_north"},
-    "longitude": {"longitude", "lon", "degrees_east", "degree_east"},
-}
 
 
 def select_variables(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
@@ -24,24 +18,33 @@ def select_variables(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
     on_store = {str(name): dataset[name].dims for name in dataset.data_vars}
     dataset = name_dimensions(dataset, names)
     for name in names:
-        complete = name in dataset and set(DIMENSIONS) <= set(dataset.indexes)
-        if not complete or sorted(dataset[name].dims) != sorted(DIMENSIONS):
-            reason = f"it is not in the store on {', '.join(DIMENSIONS)} alone"
+        if name not in dataset or not is_on_map(dataset[name]):
+            reason = "it is not in the store on time, latitude and longitude alone"
             choice = list_variables(on_store)
-            needed = "each needs coordinates and more than one value"
-            if set(DIMENSIONS) < set(dataset.dims) and len(dataset.dims) == 4:
-                needed = "choose a value of the further dimension by --level"
-            problem = f"--variables {name}: {reason}"
-            raise DataError(f"{problem}; there are {choice}; {needed}")
+            needed = explain_need(dataset)
+            raise DataError(
+                f"--variables {name}: {reason}; there are {choice}; {needed}"
+            )
         check_values(dataset[name])
-    for dim in ("latitude", "longitude"):
-        if dataset[dim].dtype.kind not in "iuf":
-            raise DataError(f"{dim} holds {dataset[dim].dtype}; it must be in degrees")
-    for dim in DIMENSIONS:
-        if not dataset.indexes[dim].is_unique:
-            cause = "it was written twice, or a chunk of it is missing"
-            raise DataError(f"{dim} has a value twice: {cause}; write it anew")
     return sort_coordinates(dataset)
+
+
+def is_on_map(variable: xr.DataArray) -> bool:
+    """Whether its dimensions are time, latitude and longitude, and each has coordinates."""
+    complete = set(DIMENSIONS) <= set(variable.indexes)
+    return complete and sorted(variable.dims) == sorted(DIMENSIONS)
+
+
+def explain_need(dataset: xr.Dataset) -> str:
+    """What variables lack, in a store or in a group of it."""
+    further = dataset.sizes.keys() - DIMENSIONS.keys()
+    if set(DIMENSIONS) <= set(dataset.indexes) and further:
+        listed = ", ".join(str(dim) for dim in dataset.sizes if dim in further)
+        return f"choose a value of {listed} by --level"
+    if dataset.sizes and not dataset.indexes:
+        place = "in a DataTree they may lie in the group above"
+        return f"no dimension has coordinates here: {place}; copy them into this one"
+    return "each dimension needs coordinates and more than one value"
 
 
 def list_variables(dims: dict[str, tuple]) -> str:
@@ -72,56 +75,6 @@ def select_present(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
     """Those of the named variables that there are, without dimensions of one value."""
     present = [name for name in dataset.data_vars if name in names]
     return dataset[present].squeeze().reset_coords(drop=True)
-
-
-def find_dimensions(dataset: xr.Dataset) -> dict[str, str]:
-    """Which coordinates are time, latitude and longitude, by what each says of itself.
-
-    cf_xarray's guess_coord_axis would also take month, hour, lead_time or latent for one of
-    them, and these are further dimensions. DataError if two look like the same.
-    """
-    names: dict[str, str] = {}
-    for dimension, signs in DIMENSIONS.items():
-        found = []
-        for name in dataset.indexes:
-            if signs & describe(dataset[name]):
-                found.append(str(name))
-        if len(found) > 1:
-            reason = f"{' and '.join(found)} both look like {dimension}"
-            raise DataError(f"{reason}; give --variables of one grid")
-        if found:
-            names[found[0]] = dimension
-    return names
-
-
-def describe(coordinate: xr.DataArray) -> set[str]:
-    """What a coordinate says of itself: its name and its CF attributes."""
-    attributes = [
-        coordinate.attrs.get(key) for key in ("standard_name", "axis", "units")
-    ]
-    return {str(coordinate.name).lower(), *map(str, attributes)}
-
-
-def sort_coordinates(dataset: xr.Dataset) -> xr.Dataset:
-    """Sort the dimensions, with longitudes that do not jump at 0 or 180 degrees."""
-    longitude = dataset.longitude + 0.0  # np.unwrap takes no integers
-    dataset = dataset.assign_coords(longitude=longitude)
-    steps = np.diff(np.unwrap(longitude, period=360))
-    if steps.min() < 0 < steps.max():  # np.unwrap expects no jump beyond 180 degrees
-        dataset = dataset.sortby("longitude")
-    unwrapped = np.unwrap(dataset.longitude, period=360)
-    dataset = dataset.assign_coords(longitude=unwrapped)
-    for dim in DIMENSIONS.keys() & dataset.indexes.keys():
-        index = dataset.indexes[dim]
-        # A slice costs nothing, and a sort picks each row.
-        if index.is_monotonic_decreasing:
-            dataset = dataset.isel({dim: slice(None, None, -1)})
-        elif not index.is_monotonic_increasing:
-            dataset = dataset.sortby(dim)
-    width = dataset.longitude[-1] - dataset.longitude[0]
-    if np.isclose(width, 360, atol=1e-4):  # 0 and 360 are the same column
-        dataset = dataset.isel(longitude=slice(0, -1))
-    return dataset
 
 
 def group_by_unit(fields: xr.Dataset, names: list[str]) -> dict[str, list[int]]:

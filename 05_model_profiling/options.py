@@ -72,13 +72,19 @@ class DataOptions:
     variables: list[str] = option(VARIABLES, "any number of the store's", decides=True)
     level: str | None = option(
         None,
-        "value of a further dimension, such as 850 or a member's name",
+        "value of a further dimension: 850, 6h, r1i1p1f1; of several: 850,6h",
         decides=True,
     )
     missing: str = option(
         "refuse",
         "what to do where a value is missing; mask: leave the cell out at that time",
         choices=("refuse", "mask"),
+        decides=True,
+    )
+    constant_cells: str = option(
+        "refuse",
+        "what to do with cells that never change; mask: leave them out; keep: use them",
+        choices=("refuse", "mask", "keep"),
         decides=True,
     )
     train_times: list[str] = option(TRAIN_TIMES, "dates or years to train on", **TIMES)

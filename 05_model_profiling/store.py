@@ -2,7 +2,6 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,9 +12,12 @@ from time import monotonic
 import numpy as np
 import torch
 import xarray as xr
+import zarr
+from botocore.exceptions import BotoCoreError
 from lightning.pytorch import Callback, LightningModule, Trainer
 from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.exceptions import (
+    BaseError,
     NotSupportedError,
     PermissionDeniedError,
     UnauthenticatedError,
@@ -24,14 +26,12 @@ from obstore.store import HTTPStore, from_url
 from zarr.abc.store import Store as ZarrStore
 from zarr.storage import ObjectStore, WrapperStore
 
+from chunking import count_times_per_chunk, explain_blocks
+from coordinates import explain_bounds
+from decoding import Limits, decode, find_limits
 from errors import DataError, first_line
-from fields import (
-    DIMENSIONS,
-    find_dimensions,
-    name_dimensions,
-    select_present,
-    select_variables,
-)
+from fields import select_present, select_variables
+from levels import select_level
 
 READS_AT_ONCE = 64  # of one process; each may ask for several chunks
 # Objects of metadata, each of which may be absent.
@@ -39,6 +39,17 @@ METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 # Parts of obstore's messages, whose classes do not tell these cases apart.
 BROKEN_BODY = "body error"
 OTHER_REGION = "redirect without LOCATION"
+# Other formats, by names that lie in their folders.
+OTHER_FORMATS = {
+    "an Icechunk repository": {"refs", "snapshots"},
+    "references to other files, by kerchunk": {".zmetadata"},
+}
+# What to do about errors of Zarr and xarray, by words in them.
+REMEDIES = {
+    "codec": "add the package that has this codec",
+    "conflicting sizes": "an append was cut off: append the rest, or cut what is longer",
+    "fill_value": "write the attribute _FillValue as xarray does, in base64, or remove it",
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,7 @@ class CountingStore(WrapperStore):
         self.retry_timeout = retry_timeout
         # Arrays whose chunks are counted if they are missing: why that is an error, or None.
         self.rules: dict[str, str | None] = {}
+        self.absent: set[str] = set()  # chunks of other arrays
 
     async def get(self, key: str, *how, **more):
         """The bytes of an object, or None if there is none.
@@ -131,6 +143,7 @@ class CountingStore(WrapperStore):
         """Remember a chunk that is not there. DataError if that is damage."""
         array = key.split("/")[0]
         if array not in self.rules:
+            self.absent.add(key)
             return
         damage = self.rules[array]
         if damage:
@@ -180,21 +193,44 @@ def client_options(location: Location) -> dict:
 
 
 def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
-    """The store, and all of its variables, none of their values read."""
+    """The store, and its variables as they are stored, none of their values read."""
     try:
         store = connect(location)
-        return store, xr.open_zarr(store, chunks=None)
+        stored = xr.open_zarr(store, chunks=None, decode_cf=False)
     except FileNotFoundError as error:
-        reason = "no Zarr store is there, or none that you may read"
-        remedy = "check URL and --endpoint, and credentials or --anonymous"
-        raise DataError(f"{reason}; {remedy}") from error
+        raise DataError(explain_absence(location)) from error
     except DataError:
         raise
     except Exception as error:  # obstore's, boto3's, Zarr's and xarray's share no base
-        remedy = "check URL and credentials, or give --anonymous"
-        if "decode time" in str(error):
-            remedy = "mend its attributes, such as the units of time"
-        raise DataError(f"{first_line(error)}; {remedy}") from error
+        raise DataError(f"{first_line(error)}; {find_remedy(error)}") from error
+    if not stored.data_vars:
+        groups = sorted(zarr.open_group(store, mode="r").group_keys())
+        listed = f"; give one of its groups: {', '.join(groups)}" if groups else ""
+        raise DataError(f"no variable is there{listed}")
+    return store, stored
+
+
+def explain_absence(location: Location) -> str:
+    """Why there is no Zarr store, and what to do."""
+    if "://" not in location.url:
+        names = {path.name for path in Path(location.url).iterdir()}
+        for kind, signs in OTHER_FORMATS.items():
+            if signs <= names:
+                return f"{kind}, not a Zarr store; copy it to one by xarray's to_zarr"
+    reason = "no Zarr store is there, or none that you may read"
+    remedy = "check URL and --endpoint, and credentials or --anonymous"
+    payer = "set AWS_REQUEST_PAYER=requester if the bucket asks its readers to pay"
+    return f"{reason}; {remedy}; {payer}"
+
+
+def find_remedy(error: Exception) -> str:
+    """What to do about an error of the client or of what decodes a store."""
+    if isinstance(error, (BaseError, BotoCoreError)):
+        return "check URL and credentials, or give --anonymous"
+    for words, remedy in REMEDIES.items():
+        if words in str(error):
+            return remedy
+    return "mend the store, or write it anew"
 
 
 def explain_missing(encoding: dict, missing_chunks: str) -> str | None:
@@ -219,44 +255,12 @@ def explain_missing(encoding: dict, missing_chunks: str) -> str | None:
     return f"{sparse}, give --missing-chunks fill, else {copy}"
 
 
-def select_level(dataset: xr.Dataset, names: list[str], level: str) -> xr.Dataset:
-    """The value `level` of the one dimension that is neither time nor on the map.
-
-    DataError if the named variables have no such dimension, or several, or no such value.
-    """
-    named = name_dimensions(dataset, names)
-    further = sorted(set(map(str, named.dims)) - set(DIMENSIONS))
-    if len(further) != 1:
-        listed = " and ".join(further) or "no further dimension of several values"
-        reason = f"--level {level}: the variables have {listed}"
-        raise DataError(f"{reason}; leave it out, or give variables that have one")
-    (dim,) = further
-    for number, value in enumerate(dataset[dim].values):
-        if is_same(value, level):
-            return dataset.isel({dim: number}, drop=True)
-    choice = ", ".join(map(str, dataset[dim].values))
-    raise DataError(f"--level {level}: {dim} has no such value; give one of {choice}")
-
-
-def is_same(value: object, text: str) -> bool:
-    """Whether a text names a value: as a number if both are numbers."""
-    if str(value) == text:  # a float32 may differ from what it is printed as
-        return True
-    with suppress(TypeError, ValueError):
-        return float(value) == float(text)
-    return False
-
-
-def count_times_per_chunk(dataset: xr.Dataset, names: list[str]) -> int:
-    """How many times a chunk holds; in a sharded store, the chunk inside the shard."""
-    named = select_present(dataset, names)
-    sizes = [1]
-    for coordinate, dimension in find_dimensions(named).items():
-        if dimension == "time":
-            for variable in named.data_vars.values():
-                chunks = variable.encoding.get("preferred_chunks", {})
-                sizes.append(chunks.get(coordinate, 1))
-    return max(sizes)
+def require_coordinates(store: CountingStore, stored: xr.Dataset) -> None:
+    """DataError if a chunk of a coordinate is missing, which reads as its fill value."""
+    for key in sorted(store.absent):
+        if key.split("/")[0] in stored.indexes:
+            reason = f"{key}: this chunk of a coordinate is missing"
+            raise DataError(f"{reason}; copy it again, or write the coordinate anew")
 
 
 class FieldReader:
@@ -275,7 +279,9 @@ class FieldReader:
         self.opening = Lock()
         self.store: CountingStore | None = None
         self.fields: xr.Dataset | None = None
+        self.limits: dict[str, Limits | None] = {}
         self.times_per_chunk = 1
+        self.notes: list[str] = []  # what a user should know of the store
         self.traffic = Traffic()
 
     def __getstate__(self) -> dict:
@@ -289,12 +295,18 @@ class FieldReader:
         """The variables. The reads that open the store are not counted."""
         with self.opening:  # many threads may come at once
             if self.fields is None:
-                self.store, dataset = open_store(self.location)
+                self.store, stored = open_store(self.location)
+                require_coordinates(self.store, select_present(stored, self.variables))
+                dataset = decode(stored)
                 self.times_per_chunk = count_times_per_chunk(dataset, self.variables)
                 if self.level is not None:
                     dataset = select_level(dataset, self.variables, self.level)
                 self.fields = select_variables(dataset, self.variables)
+                blocks = explain_blocks(dataset, self.variables, self.times_per_chunk)
+                notes = [blocks, explain_bounds(dataset)]
+                self.notes = [note for note in notes if note]
                 for name in self.variables:
+                    self.limits[name] = find_limits(stored.variables[name])
                     encoding = self.fields[name].encoding
                     rule = explain_missing(encoding, self.location.missing_chunks)
                     self.store.rules[name] = rule
@@ -306,6 +318,7 @@ class FieldReader:
         other = FieldReader(self.location, self.variables, self.level)
         other.store = self.store
         other.fields = self.fields
+        other.limits = self.limits
         other.times_per_chunk = self.times_per_chunk
         return other
 
@@ -323,11 +336,16 @@ class FieldReader:
             when = str(dates[0])[:16]
             if len(dates) > 1:
                 when = f"{len(dates)} times from {when} on"
-            raise DataError(f"{name} of {when}: {first_line(error)}") from error
+            reason = f"{name} of {when}: {first_line(error)}"
+            if not isinstance(error, DataError):
+                reason += f"; {find_remedy(error)}"
+            raise DataError(reason) from error
         finally:
             CURRENT_TRAFFIC.reset(before)
         dims = ("time", "latitude", "longitude")
-        return values.transpose(*dims, missing_dims="ignore").values
+        values = values.transpose(*dims, missing_dims="ignore").values
+        limits = self.limits[name]
+        return limits.mask(values) if limits else values
 
     def read_at_once(self, regions: list[dict]) -> np.ndarray:
         """All variables in each region, (regions, variables, H, W), a thread for each read."""

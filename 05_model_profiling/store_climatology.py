@@ -15,9 +15,17 @@ import xarray as xr
 from filelock import FileLock
 from tqdm import tqdm
 
-from climatology import Climatology, MonthlySums, require_values
+from climatology import (
+    ABSURD,
+    NO_VALUE,
+    Climatology,
+    MonthlySums,
+    find_constant,
+    require_values,
+)
+from coordinates import DIMENSIONS, sort_coordinates
 from errors import DataError, first_line
-from fields import DIMENSIONS, Period, sort_coordinates
+from fields import Period
 from store import FieldReader
 
 TIMES_A_MONTH = 20  # of a sample
@@ -34,6 +42,7 @@ def load_climatology(
     *,
     span: list[str],
     missing: str,
+    constant: str,
     folder: Path,
 ) -> Climatology:
     """From the store's statistics of this span, if it has some, else from a sample.
@@ -42,8 +51,9 @@ def load_climatology(
 
     If `missing` is "mask", from what is present at all times of the span: a sample would
     take a cloudy cell for an empty one, and the store's statistics do not say how many
-    values they are of. DataError if they are of another grid, or if a variable has no
-    values or no anomalies.
+    values they are of. `constant` says what becomes of cells that never change: "mask",
+    "keep", or "refuse". DataError if there are some then, if the statistics are of another
+    grid, or if a variable has no values or no anomalies.
     """
     # A reader of its own, because the run's counts the missing chunks of the run.
     reader = reader.counted_apart()
@@ -54,9 +64,14 @@ def load_climatology(
     climatology = None
     if missing == "refuse":
         climatology = read_statistics(reader, name)
-    if climatology is None:
-        path = folder / f"{name}_{missing}_{identify(reader, training)}.npz"
-        climatology = compute_once(reader, training, missing, path)
+    if climatology is None or (
+        constant == "mask" and find_constant(climatology.mean).any()
+    ):
+        kind = missing if constant != "mask" else f"{missing}_constant"
+        path = folder / f"{name}_{kind}_{identify(reader, training)}.npz"
+        climatology = compute_once(reader, training, missing, constant, path)
+    if constant == "refuse":
+        refuse_constant(climatology, reader.open())
     size = np.nanmax(np.abs(climatology.mean), axis=(0, 2, 3))
     least = 1e-6 * size  # what rounding leaves of a constant
     for variable, std, smallest in zip(reader.variables, climatology.std, least):
@@ -92,8 +107,26 @@ def read_statistics(reader: FieldReader, name: str) -> Climatology | None:
     return climatology
 
 
+def refuse_constant(climatology: Climatology, fields: xr.Dataset) -> None:
+    """DataError that says where and how many cells never change, if there are some."""
+    found = find_constant(climatology.mean) & climatology.valid
+    if not found.any():
+        return
+    number, row, column = np.argwhere(found)[0]
+    value = np.nanmax(climatology.mean[:, number, row, column])
+    place = f"{fields.latitude.values[row]:g} N {fields.longitude.values[column]:g} E"
+    share = found[number].sum() / climatology.valid.sum()
+    reason = f"{share:.1%} of its cells never change in the training times"
+    reason += f", such as {value:g} at {place}"
+    remedy = (
+        "give --constant-cells mask if that stands for no value, keep if it is real"
+    )
+    name = climatology.variables[number]
+    raise DataError(f"--variables {name}: {reason}; {remedy}")
+
+
 def compute_once(
-    reader: FieldReader, training: Period, missing: str, path: Path
+    reader: FieldReader, training: Period, missing: str, constant: str, path: Path
 ) -> Climatology:
     """From a file that an earlier run has kept, or computed and kept for the next run."""
     kept = read_kept(path)
@@ -101,7 +134,8 @@ def compute_once(
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(path.with_suffix(".lock")):  # of several ranks, one computes
-                kept = read_kept(path) or compute(reader, training, missing, path)
+                kept = read_kept(path)
+                kept = kept or compute(reader, training, missing, constant, path)
         except OSError as error:
             reason = f"the climatology cannot be kept: {error.strerror}"
             problem = f"--climatology-dir {path.parent}: {reason}"
@@ -121,15 +155,15 @@ def read_kept(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def compute(
-    reader: FieldReader, training: Period, missing: str, path: Path
+    reader: FieldReader, training: Period, missing: str, constant: str, path: Path
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and std, which are also written to the file."""
     if missing == "mask":
         times = "all training times"
-        mean, std = average_present(reader, training, path)
+        mean, std = average_present(reader, training, constant, path)
     else:
         times = "a sample"
-        mean, std = average_sample(reader, training)
+        mean, std = average_sample(reader, training, constant)
     save(path, mean=mean, std=std)
     print(f"climatology of {times}, kept in {os.path.relpath(path)}")
     return mean, std
@@ -161,7 +195,7 @@ def identify(reader: FieldReader, training: Period) -> str:
 
 
 def average_sample(
-    reader: FieldReader, training: Period
+    reader: FieldReader, training: Period, constant: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and std, as a Climatology has them, from TIMES_A_MONTH times of each month.
 
@@ -185,14 +219,18 @@ def average_sample(
         counts.append(count)
     counted = np.sum(counts, axis=0)
     valid = (counted > 0).all(axis=0)
+    mean = np.float32(means)
+    if constant == "mask":
+        valid &= ~find_constant(mean).any(axis=0)
+        mean[:, :, ~valid] = np.nan
     require_values(valid)
     variance = np.sum(squares, axis=0)[:, valid].sum(axis=1)
     variance /= counted[:, valid].sum(axis=1)
-    return np.float32(means), np.float32(variance**0.5)
+    return mean, np.float32(variance**0.5)
 
 
 def average_present(
-    reader: FieldReader, training: Period, path: Path
+    reader: FieldReader, training: Period, constant: str, path: Path
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and std of what is present at all training times, each chunk read once.
 
@@ -234,7 +272,7 @@ def average_present(
     absent = 1 - sums.count.sum() / (len(training.dates) * sums.count[0].size)
     print(f"absent in the training times: {absent:.1%} of the values")
     saved.unlink(missing_ok=True)
-    return sums.average(LEAST_VALUES)
+    return sums.average(LEAST_VALUES, constant)
 
 
 def read_ahead(
@@ -253,7 +291,8 @@ def read_ahead(
 
 def check_finite(values: np.ndarray, times: np.ndarray, reader: FieldReader) -> None:
     """DataError if a value is infinite. NaN is allowed: the cell may be masked."""
-    infinite = np.isinf(values).any(axis=(0, 2, 3))
-    if infinite.any():
-        date = reader.open().time.values[times[infinite][0]]
-        raise DataError(f"infinity on {str(date)[:16]}; replace it by a value")
+    absurd = np.abs(values) >= ABSURD
+    if absurd.any():
+        number, position = np.argwhere(absurd)[0][:2]
+        date = str(reader.open().time.values[times[position]])[:16]
+        raise DataError(f"{reader.variables[number]} on {date}: {NO_VALUE}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from block_loader import BlockOrder, Window
 from data import Data, Grid
 from datamodule import WindDataModule
+from errors import print_note
 from fields import group_by_unit, split_times
 from model import FillGaps
 from options import Options
@@ -18,17 +19,21 @@ def make_data(options: Options, location: Location) -> Data:
     """Open the store: its grid, the times of each period, and the climatology."""
     reader = FieldReader(location, options.variables, options.level)
     fields = reader.open()
+    for note in reader.notes:
+        print_note(note)
     spans = {
         "--train-times": options.train_times,
         "--validation-times": options.validation_times,
         "--test-times": options.test_times,
     }
     training, validation, test = split_times(fields.time, spans)
-    folder = Path(options.climatology_dir)
-    span = options.train_times
-    missing = options.missing
     climatology = load_climatology(
-        reader, training, span=span, missing=missing, folder=folder
+        reader,
+        training,
+        span=options.train_times,
+        missing=options.missing,
+        constant=options.constant_cells,
+        folder=Path(options.climatology_dir),
     )
     latitude = fields.latitude.values
     longitude = fields.longitude.values

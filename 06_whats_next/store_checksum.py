@@ -5,7 +5,8 @@ from hashlib import sha256
 
 import zarr
 
-from fields import DIMENSIONS, Period
+from coordinates import DIMENSIONS
+from fields import Period
 from store import FieldReader
 
 

@@ -148,8 +148,14 @@ def load_training_climatology(
     if sha256_of_values(training, times) != record["data"]["values"]:
         reason = "its training times hold other data than the network was trained on"
         raise DataError(f"{reason}; {remedy}")
-    missing = options["missing"]
-    return load_climatology(training, times, span=span, missing=missing, folder=folder)
+    return load_climatology(
+        training,
+        times,
+        span=span,
+        missing=options["missing"],
+        constant=options.get("constant_cells", "keep"),  # which older runs do not say
+        folder=folder,
+    )
 
 
 def make_maps(
