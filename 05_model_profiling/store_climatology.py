@@ -70,14 +70,14 @@ def load_climatology(
         kind = missing if constant != "mask" else f"{missing}_constant"
         path = folder / f"{name}_{kind}_{identify(reader, training)}.npz"
         climatology = compute_once(reader, training, missing, constant, path)
-    if constant == "refuse":
-        refuse_constant(climatology, reader.open())
     size = np.nanmax(np.abs(climatology.mean), axis=(0, 2, 3))
     least = 1e-6 * size  # what rounding leaves of a constant
     for variable, std, smallest in zip(reader.variables, climatology.std, least):
         if not std > smallest:
             reason = "in the training times it never differs from its month's mean"
             raise DataError(f"--variables {variable}: {reason}; leave it out")
+    if constant == "refuse":
+        refuse_constant(climatology, reader.open())
     return climatology
 
 
@@ -114,7 +114,8 @@ def refuse_constant(climatology: Climatology, fields: xr.Dataset) -> None:
         return
     number, row, column = np.argwhere(found)[0]
     value = np.nanmax(climatology.mean[:, number, row, column])
-    place = f"{fields.latitude.values[row]:g} N {fields.longitude.values[column]:g} E"
+    place = f"latitude {fields.latitude.values[row]:g}"
+    place += f", longitude {fields.longitude.values[column]:g}"
     share = found[number].sum() / climatology.valid.sum()
     reason = f"{share:.1%} of its cells never change in the training times"
     reason += f", such as {value:g} at {place}"

@@ -120,21 +120,3 @@ def check_unique(coordinate: xr.DataArray) -> None:
         cause = "it was written twice, or a chunk of it is missing"
         reason = f"{name} has a value twice, {both}"
         raise DataError(f"{reason}: {cause}; write it anew")
-
-
-def explain_bounds(dataset: xr.Dataset) -> str | None:
-    """Why months may be shifted: a mean of January that is dated the first of February."""
-    times = [name for name, dim in find_dimensions(dataset).items() if dim == "time"]
-    if not times:
-        return None
-    time = dataset[times[0]]
-    bounds = dataset.get(time.attrs.get("bounds"))
-    if bounds is None or bounds.ndim != 2 or bounds.dtype.kind not in "MO":
-        return None
-    begin, end = bounds.transpose(times[0], ...).values[[0, -1]].T
-    middle = xr.DataArray(begin + (end - begin) / 2, dims="time").dt
-    dated = xr.DataArray(time.values[[0, -1]], dims="time").dt
-    if (middle.month == dated.month).any():
-        return None
-    months = f"the mean of month {int(middle.month[0])} counts as month"
-    return f"by the bounds of time, {months} {int(dated.month[0])}, as it is dated"

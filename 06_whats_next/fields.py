@@ -77,6 +77,25 @@ def select_present(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
     return dataset[present].squeeze().reset_coords(drop=True)
 
 
+def explain_bounds(dataset: xr.Dataset, names: list[str]) -> str | None:
+    """Why months may be shifted: a mean of January that is dated the first of February."""
+    dimensions = find_dimensions(select_present(dataset, names))
+    times = [name for name, dim in dimensions.items() if dim == "time"]
+    if not times:
+        return None
+    time = dataset[times[0]]
+    bounds = dataset.get(time.attrs.get("bounds"))
+    if bounds is None or bounds.ndim != 2 or bounds.dtype.kind not in "MO":
+        return None
+    begin, end = bounds.transpose(times[0], ...).values[[0, -1]].T
+    middle = xr.DataArray(begin + (end - begin) / 2, dims="time").dt
+    dated = xr.DataArray(time.values[[0, -1]], dims="time").dt
+    if (middle.month == dated.month).any():
+        return None
+    months = f"the mean of month {int(middle.month[0])} counts as month"
+    return f"by the bounds of time, {months} {int(dated.month[0])}, as it is dated"
+
+
 def group_by_unit(fields: xr.Dataset, names: list[str]) -> dict[str, list[int]]:
     """The numbers of the variables of each unit: u and v are judged together."""
     groups: dict[str, list[int]] = {}

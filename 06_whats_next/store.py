@@ -13,11 +13,9 @@ import numpy as np
 import torch
 import xarray as xr
 import zarr
-from botocore.exceptions import BotoCoreError
 from lightning.pytorch import Callback, LightningModule, Trainer
 from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.exceptions import (
-    BaseError,
     NotSupportedError,
     PermissionDeniedError,
     UnauthenticatedError,
@@ -27,11 +25,11 @@ from zarr.abc.store import Store as ZarrStore
 from zarr.storage import ObjectStore, WrapperStore
 
 from chunking import count_times_per_chunk, explain_blocks
-from coordinates import explain_bounds
 from decoding import Limits, decode, find_limits
 from errors import DataError, first_line
-from fields import select_present, select_variables
+from fields import explain_bounds, select_present, select_variables
 from levels import select_level
+from remedies import explain_absence, explain_missing, find_remedy
 
 READS_AT_ONCE = 64  # of one process; each may ask for several chunks
 # Objects of metadata, each of which may be absent.
@@ -39,17 +37,6 @@ METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 # Parts of obstore's messages, whose classes do not tell these cases apart.
 BROKEN_BODY = "body error"
 OTHER_REGION = "redirect without LOCATION"
-# Other formats, by names that lie in their folders.
-OTHER_FORMATS = {
-    "an Icechunk repository": {"refs", "snapshots"},
-    "references to other files, by kerchunk": {".zmetadata"},
-}
-# What to do about errors of Zarr and xarray, by words in them.
-REMEDIES = {
-    "codec": "add the package that has this codec",
-    "conflicting sizes": "an append was cut off: append the rest, or cut what is longer",
-    "fill_value": "write the attribute _FillValue as xarray does, in base64, or remove it",
-}
 
 
 @dataclass(frozen=True)
@@ -198,7 +185,7 @@ def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
         store = connect(location)
         stored = xr.open_zarr(store, chunks=None, decode_cf=False)
     except FileNotFoundError as error:
-        raise DataError(explain_absence(location)) from error
+        raise DataError(explain_absence(location.url)) from error
     except DataError:
         raise
     except Exception as error:  # obstore's, boto3's, Zarr's and xarray's share no base
@@ -208,51 +195,6 @@ def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
         listed = f"; give one of its groups: {', '.join(groups)}" if groups else ""
         raise DataError(f"no variable is there{listed}")
     return store, stored
-
-
-def explain_absence(location: Location) -> str:
-    """Why there is no Zarr store, and what to do."""
-    if "://" not in location.url:
-        names = {path.name for path in Path(location.url).iterdir()}
-        for kind, signs in OTHER_FORMATS.items():
-            if signs <= names:
-                return f"{kind}, not a Zarr store; copy it to one by xarray's to_zarr"
-    reason = "no Zarr store is there, or none that you may read"
-    remedy = "check URL and --endpoint, and credentials or --anonymous"
-    payer = "set AWS_REQUEST_PAYER=requester if the bucket asks its readers to pay"
-    return f"{reason}; {remedy}; {payer}"
-
-
-def find_remedy(error: Exception) -> str:
-    """What to do about an error of the client or of what decodes a store."""
-    if isinstance(error, (BaseError, BotoCoreError)):
-        return "check URL and credentials, or give --anonymous"
-    for words, remedy in REMEDIES.items():
-        if words in str(error):
-            return remedy
-    return "mend the store, or write it anew"
-
-
-def explain_missing(encoding: dict, missing_chunks: str) -> str | None:
-    """What to do if a chunk of such an array is missing; None if that is no error.
-
-    Zarr and xarray write no chunk that holds nothing but Zarr's fill value.
-    """
-    masked = encoding.get("_FillValue", encoding.get("missing_value"))
-    fill = encoding.get("fill_value", masked)
-    copy = "copy it again, or choose other times"
-    if fill is None:  # as Zarr v2 may have it: read as 0, and left out if it is 0
-        fill = 0
-    if masked is None and np.isnan(fill):
-        return None
-    if masked is not None and np.array_equal(fill, masked, equal_nan=True):
-        return None
-    if np.isnan(fill):
-        return copy  # missing values are written as another number, so it was written
-    if missing_chunks == "fill":
-        return None
-    sparse = f"if chunks of nothing but the fill value {fill} were left out"
-    return f"{sparse}, give --missing-chunks fill, else {copy}"
 
 
 def require_coordinates(store: CountingStore, stored: xr.Dataset) -> None:
@@ -303,7 +245,7 @@ class FieldReader:
                     dataset = select_level(dataset, self.variables, self.level)
                 self.fields = select_variables(dataset, self.variables)
                 blocks = explain_blocks(dataset, self.variables, self.times_per_chunk)
-                notes = [blocks, explain_bounds(dataset)]
+                notes = [blocks, explain_bounds(dataset, self.variables)]
                 self.notes = [note for note in notes if note]
                 for name in self.variables:
                     self.limits[name] = find_limits(stored.variables[name])

@@ -67,6 +67,7 @@ CARRIED = {
         "fields.py",
         "levels.py",
         "model.py",
+        "remedies.py",
         "results.py",
         "sampling.py",
         "steps.py",

@@ -250,7 +250,7 @@ def test_ranks_that_begin_at_different_steps_are_an_error(
 
 # --------------------------------------------------------------------------------------------- checkpoints
 
-DECIDES = "variables level missing missing_chunks train_times validation_times test_times patch_size".split()
+DECIDES = "variables level missing missing_chunks constant_cells train_times validation_times test_times patch_size".split()
 DECIDES += "batch_size accumulate_grad_batches patches_per_block shuffle_slots max_steps".split()
 DECIDES += "learning_rate seed padding precision".split()
 

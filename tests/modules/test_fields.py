@@ -11,7 +11,7 @@ import store_checksum
 import store_climatology
 import xarray as xr
 from errors import DataError
-from fields import group_by_unit, split_times
+from fields import explain_bounds, group_by_unit, split_times
 from made_up_winds import COLUMNS, DIMS, TRAINING
 from store import FieldReader, Location
 
@@ -44,6 +44,25 @@ def first_again(winds: xr.Dataset) -> xr.Dataset:
     """With longitude 0 a second time, as 360."""
     first = winds.isel(longitude=[0])
     return xr.concat([winds, first.assign_coords(longitude=first.longitude + 360)], "longitude")
+
+
+def beyond_both_ends(winds: xr.Dataset) -> xr.Dataset:
+    """With two columns of the other end at each end, as ocean models have them."""
+    columns = np.arange(-2, COLUMNS + 2)
+    return winds.isel(longitude=columns % COLUMNS).assign_coords(longitude=9.0 * columns)
+
+
+def forecasts(winds: xr.Dataset) -> xr.Dataset:
+    """Of two members at two lead times; the only dates are those of the start."""
+    leads = xr.Variable("lead_time", np.array([0, 6], "timedelta64[h]").astype("timedelta64[ns]"))
+    winds = xr.concat([winds / 2, winds], leads).rename(time="init_time")
+    return xr.concat([winds / 3, winds], xr.Variable("number", [0, 1])).transpose("init_time", ...)
+
+
+def two_dates(winds: xr.Dataset) -> xr.Dataset:
+    """The winds as the forecast of the second of two days."""
+    starts = xr.Variable("init_time", np.array(["1981-12-01", "1981-12-02"], "datetime64[ns]"))
+    return xr.concat([winds / 2, winds], starts).transpose("time", ...)
 
 
 def backwards(winds: xr.Dataset) -> xr.Dataset:
@@ -95,6 +114,7 @@ def levels(values: list, name: str = "level") -> Callable:
 
 IN_ORDER = tuple(range(COLUMNS))
 FROM_THE_WEST = IN_ORDER[COLUMNS // 2 :] + IN_ORDER[: COLUMNS // 2]
+FROM_38 = (COLUMNS - 2, COLUMNS - 1, *IN_ORDER[:-2])
 IN_NO_ORDER = tuple(np.random.default_rng(0).permutation(COLUMNS).tolist())
 LAYOUTS = {  # what becomes of the dataset, --level, and the columns of the map that is found
     "time last": (lambda winds: winds.transpose("latitude", "longitude", ...), None, IN_ORDER),
@@ -102,6 +122,9 @@ LAYOUTS = {  # what becomes of the dataset, --level, and the columns of the map 
     "longitudes in no order": (columns(*IN_NO_ORDER), None, IN_ORDER),
     "times in no order": (lambda winds: winds.isel(time=[4, 0, 5, 3, 1, 2]), None, IN_ORDER),
     "the first column again": (first_again, None, IN_ORDER),
+    "columns beyond both ends": (beyond_both_ends, None, FROM_38),
+    "forecasts": (forecasts, "1,6h", IN_ORDER),
+    "forecasts of a day": (two_dates, "1981-12-02", IN_ORDER),
     "from east to west": (backwards, None, IN_ORDER),
     "in double precision": (lambda winds: winds.astype("float64"), None, IN_ORDER),
     "all of these": (all_of_these, None, FROM_THE_WEST),
@@ -187,8 +210,25 @@ def in_months(winds: xr.Dataset) -> xr.Dataset:
     return winds
 
 
+def in_a_data_tree(winds: xr.Dataset) -> xr.Dataset:
+    """Whose coordinates are in the group above."""
+    return winds.drop_vars(["time", "latitude", "longitude"])
+
+
+def at(dim: str, *values: float, **attributes: str) -> Callable:
+    """Other coordinates, from the first one on."""
+
+    def change(winds: xr.Dataset) -> xr.Dataset:
+        changed = winds[dim].values.copy()
+        changed[: len(values)] = values
+        return winds.assign_coords({dim: (dim, changed, winds[dim].attrs | attributes)})
+
+    return change
+
+
 TEXTS = [f"{number:g}E" for number in range(COLUMNS)]
-ON_GRID = "it is not in the store on time, latitude, longitude alone; there are"
+ON_GRID = "it is not in the store on time, latitude and longitude alone; there are"
+NOT_A_TIME = np.datetime64("NaT")
 REFUSED = {  # what becomes of the dataset, --level, and what is said
     "two latitudes": (
         lambda winds: winds.assign(v=winds.v.rename(latitude="lat")),
@@ -203,19 +243,37 @@ REFUSED = {  # what becomes of the dataset, --level, and what is said
     "a time twice": (
         lambda winds: xr.concat([winds, winds.isel(time=[3])], "time"),
         None,
-        "time has a value twice: it was written twice, or a chunk .* missing; write it anew",
+        "time has a value twice, 1982-01-31T\\S+ and 1982-01-31T\\S+: it was written twice, or a chunk .* missing",
     ),
     "a chunk of longitude lost": (
         lambda winds: winds.assign_coords(longitude=winds.longitude.where(winds.longitude < 180)),
         None,
-        "longitude has a value twice: .* chunk of it is missing",
+        "longitude has no value at position 20 of 40; mend",
     ),
     "a longitude of texts": (
         lambda winds: winds.assign_coords(longitude=TEXTS),
         None,
         r"longitude holds \S+; it must",
     ),
+    "a latitude twice, but for rounding": (
+        at("latitude", -76.500001),
+        None,
+        "latitude has a value twice, -76.5",
+    ),
+    "a longitude twice": (at("longitude", 9.0), None, "longitude has a value twice, 9.0 and 9.0"),
+    "kilometres": (at("latitude", units="km"), None, "latitude is in km; it must be in degrees"),
+    "metres, unsaid": (
+        at("latitude", 5e6),
+        None,
+        r"latitude has the value 5e\+06 at position 0; it must be in",
+    ),
+    "no date": (at("time", NOT_A_TIME), None, "time has no value at position 0 of 5"),
     "months": (in_months, None, ".*mend its attributes, such as the units of time"),
+    "a group of a DataTree": (
+        in_a_data_tree,
+        None,
+        f"--variables v: {ON_GRID} .*in the group above; copy them",
+    ),
     "no times": (lambda winds: winds.isel(time=slice(0)), None, "--variables v: a dimension has length 0"),
     "no such variable": (
         lambda winds: winds.drop_vars("v"),
@@ -224,7 +282,18 @@ REFUSED = {  # what becomes of the dataset, --level, and what is said
     ),
     "one time": (lambda winds: winds.isel(time=[0]), None, f"--variables v: {ON_GRID} u"),
     "a dimension twice": (twice_on_time, None, rf"--variables v: {ON_GRID} .* v \(time, time, latitude, lon"),
-    "levels": (levels([500, 850]), None, rf"--variables v: {ON_GRID} .* v \(time, level, .*by --level"),
+    "levels": (
+        levels([500, 850]),
+        None,
+        rf"--variables v: {ON_GRID} .* v \(time, level, .*of level by --level",
+    ),
+    "forecasts": (
+        forecasts,
+        None,
+        rf"--variables v: {ON_GRID} .*choose a value of number, lead_time by --level",
+    ),
+    "no such lead time": (forecasts, "1,3h", "--level 3h: lead_time has no such value; give one of 0h, 6h"),
+    "no lead time": (forecasts, "1", "--level 1: .* number, lead_time; give a value of each, with commas"),
     "no such level": (levels([500, 850]), "700", ".*level has no such value; give one of 500, 850"),
     "no level": (lambda winds: winds, "700", ".*the variables have no further dimension"),
 }
@@ -238,6 +307,41 @@ def test_what_cannot_be_used_is_refused_with_a_remedy(case: str, winds: xr.Datas
         reader_of(tmp_path / "store", level).open()
     assert re.match(message, str(refused.value)), refused.value
     assert "\n" not in str(refused.value)
+
+
+# ------------------------------------------------------------------------------ what should be known
+
+
+@pytest.mark.parametrize("use_cftime", [False, True])
+@pytest.mark.parametrize("dated", ["start", "middle", "end"])
+def test_months_that_are_dated_at_their_end_are_said(dated: str, use_cftime: bool) -> None:
+    """By the bounds of time. The mean of January would count as one of February."""
+    edges = xr.date_range("1982-01-01", periods=13, freq="MS", use_cftime=use_cftime).values
+    bounds = np.stack([edges[:-1], edges[1:]], axis=1)
+    dates = {"start": edges[:-1], "middle": edges[:-1] + (edges[1:] - edges[:-1]) / 2, "end": edges[1:]}
+    dataset = xr.Dataset({"u": ("time", np.zeros(12)), "time_bnds": (("time", "nbnd"), bounds)})
+    dataset = dataset.assign_coords(time=("time", dates[dated], {"bounds": "time_bnds"}))
+    note = explain_bounds(dataset, ["u"])
+    assert (note is not None) == (dated == "end")
+    assert note is None or "the mean of month 1 counts as month 2" in note
+
+
+@pytest.mark.parametrize(
+    ("chunks", "cost"),
+    [
+        ((1, 20, 40), None),
+        ((144, 20, 40), None),
+        ((144, 2, 2), "all 144 times .*: 400 chunks and 0.00092 GB"),
+    ],
+)
+def test_maps_of_many_chunks_are_said_before_the_first_read(
+    chunks: tuple[int, ...], cost: str | None, winds: xr.Dataset, tmp_path: Path
+) -> None:
+    reader = reader_of(made_up_winds.write(tmp_path / "store", winds, chunks))
+    reader.open()
+    assert bool(reader.notes) == bool(cost)
+    assert not cost or re.search(cost, reader.notes[0])
+    assert reader.traffic.counts() == (0, 0, 0)
 
 
 # ------------------------------------------------------------------------------ times and calendars

@@ -1,12 +1,13 @@
 """A store behind a path or a URL: what is read, what that costs, and what goes wrong with servers and chunks."""
 
+import json
 import os
 import pickle
 import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -236,6 +237,122 @@ def test_missing_chunks_are_counted_and_printed(winds: xr.Dataset, tmp_path: Pat
     )
     assert "missing chunks in the training times: 3\n" in done.out
     assert "missing chunks that were asked for: 5\n" in done.out
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_missing_chunk_of_a_coordinate_is_always_refused(
+    dim: str, winds: xr.Dataset, tmp_path: Path
+) -> None:
+    """Else its fill value would be a place or a date, and be sorted in among the others."""
+    few = winds.isel(time=slice(11))
+    few.to_zarr(tmp_path / "store", encoding={dim: {"chunks": (10,)}}, consolidated=True)
+    chunk = tmp_path / f"store/{dim}/c/1"
+    chunk.unlink()
+    with pytest.raises(DataError, match=f"{dim}/c/1: this chunk of a coordinate is missing; copy it again"):
+        reader_of(tmp_path / "store", missing_chunks="fill").open()
+
+
+def test_a_coordinate_that_is_not_used_may_lack_chunks(winds: xr.Dataset, tmp_path: Path) -> None:
+    """And so may one of a single value, such as the height 0, whose chunk Zarr does not write."""
+    more = winds.isel(time=slice(5)).expand_dims(height=[0]).assign(depths=("depth", np.zeros(3)))
+    more = more.assign_coords(depth=[0, 0, 0])
+    more.to_zarr(tmp_path / "store", consolidated=True)
+    assert not (tmp_path / "store/depth/c").exists()
+    assert not (tmp_path / "store/height/c").exists()
+    np.testing.assert_array_equal(reader_of(tmp_path / "store").read("v", {"time": 2}), winds.v[2])
+
+
+# ------------------------------------------------------------------------------ what is no store, or none any more
+
+
+def change_metadata(path: Path, name: str, **changes: object) -> None:
+    """Of an array of Zarr's format 2."""
+    file = path / name / ".zarray"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def cut_append(path: Path) -> None:
+    change_metadata(path, "v", shape=[4, ROWS, COLUMNS])
+
+
+def use_codec(path: Path) -> None:
+    change_metadata(path, "u", compressor={"id": "pcodec", "level": 8})
+
+
+def use_format_3(path: Path, change: Callable[[dict], None]) -> None:
+    """Write u anew, with metadata that another program may write."""
+    stored = xr.open_zarr(path).drop_encoding().load()
+    shutil.rmtree(path)
+    stored.to_zarr(path, zarr_format=3, consolidated=False)
+    file = path / "u/zarr.json"
+    metadata = json.loads(file.read_text())
+    change(metadata)
+    file.write_text(json.dumps(metadata))
+
+
+def use_codec_3(path: Path) -> None:
+    codec = {"name": "numcodecs.pcodec", "configuration": {"level": 8}}
+    use_format_3(path, lambda metadata: metadata.update(codecs=[codec]))
+
+
+def use_plain_fill(path: Path) -> None:
+    use_format_3(path, lambda metadata: metadata["attributes"].update(_FillValue=-9999.0))
+
+
+def cut_chunk(path: Path) -> None:
+    chunk = path / "u/0.0.0"
+    chunk.write_bytes(chunk.read_bytes()[:50])
+
+
+def put_into_group(path: Path) -> None:
+    stored = xr.open_zarr(path).drop_encoding().load()
+    shutil.rmtree(path)
+    xr.DataTree.from_dict({"/surface": stored, "/aloft": stored}).to_zarr(path)
+
+
+def of_folders(*names: str) -> Callable[[Path], None]:
+    """A folder with these in it."""
+
+    def make(path: Path) -> None:
+        shutil.rmtree(path)
+        for name in names:
+            (path / name).mkdir(parents=True)
+
+    return make
+
+
+DAMAGE = {  # what becomes of a store, and what is said
+    "an append was cut off": (cut_append, "conflicting sizes .*; an append was cut off: append the rest"),
+    "a codec is not there": (use_codec, "codec not available.*; add the package"),
+    "a codec is not there, format 3": (use_codec_3, "u of 1982-01-01T00:00: codec not .*; add the package"),
+    "a plain fill value": (use_plain_fill, "Failed to decode fill_value.*; write the attribute _FillValue"),
+    "a chunk was cut off": (cut_chunk, "u of 1982-01-01T00:00: .*; mend the store, or write it anew"),
+    "groups": (put_into_group, "no variable is there; give one of its groups: aloft, surface"),
+    "Icechunk": (
+        of_folders("refs", "snapshots", "manifests"),
+        "an Icechunk repository, not a Zarr store; copy",
+    ),
+    "kerchunk": (of_folders(".zmetadata", "u"), "references to other files, by kerchunk, not a Zarr"),
+    "nothing": (
+        of_folders("u"),
+        "no Zarr store is there, .*credentials or --anonymous; set AWS_REQUEST_PAYER",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_cannot_be_read_is_named_with_a_remedy_of_its_own(
+    case: str, winds: xr.Dataset, tmp_path: Path
+) -> None:
+    """Credentials are blamed only for what the client of a bucket reports."""
+    change, message = DAMAGE[case]
+    winds.isel(time=slice(5)).to_zarr(tmp_path / "store", zarr_format=2, consolidated=False)
+    change(tmp_path / "store")
+    with pytest.raises(DataError) as refused:
+        reader_of(tmp_path / "store").read("u", {"time": 0})
+    assert re.match(message, str(refused.value)), refused.value
+    assert ("credentials" in str(refused.value)) == (case == "nothing")
+    assert "\n" not in str(refused.value)
 
 
 # ------------------------------------------------------------------------------ servers

@@ -28,13 +28,21 @@ pytestmark = [  # of which train.py shows none, either
 
 
 def climatology_of(
-    path: Path, kept: Path, *names: str, level: str | None = None, span=TRAINING, missing: str = "refuse"
+    path: Path,
+    kept: Path,
+    *names: str,
+    level: str | None = None,
+    span=TRAINING,
+    missing: str = "refuse",
+    constant: str = "refuse",
 ) -> Climatology:
     """Of u and v if none is named, as train.py loads it."""
     reader = FieldReader(Location(str(path)), list(names or ("u", "v")), level)
     reader = pickle.loads(pickle.dumps(reader))  # as if it had gone to a worker
     (training,) = split_times(reader.open().time, {"--train-times": span})
-    return store_climatology.load_climatology(reader, training, span=span, missing=missing, folder=kept)
+    return store_climatology.load_climatology(
+        reader, training, span=span, missing=missing, constant=constant, folder=kept
+    )
 
 
 def times_of(winds: xr.Dataset, span: tuple[str, str] = TRAINING) -> np.ndarray:
@@ -191,13 +199,21 @@ def test_of_two_ranks_that_need_a_climatology_one_samples_it(path: Path, kept: P
 UNUSABLE = {
     "empty": (lambda v: v.where(v.time.dt.year > 1983), "--train-times: no cell has values of all variables"),
     "constant": (lambda v: xr.full_like(v, 0.1), "--variables v: in the training times it never differs"),
-    "infinite": (lambda v: v.where(v != v[20, 3, 30], np.inf), "infinity on 1982-07-20T00:00; replace it"),
+    "infinite": (
+        lambda v: v.where(v != v[20, 3, 30], np.inf),
+        "v on 1982-07-20T00:00: infinity, or netCDF's",
+    ),
+    "netCDF's": (lambda v: v.where(v != v[20, 3, 30], 9.96921e36), "v on 1982-07-20T00:00: infinity, or net"),
 }
-CASES = [(case, source) for case in UNUSABLE for source in ("a sample", "all times", "statistics")]
+SOURCES = ("a sample", "all times", "statistics")
+CASES = [(case, source) for case in UNUSABLE for source in SOURCES]  # the last two would need no value
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize(("case", "source"), CASES[:-1])
+@pytest.mark.parametrize(
+    ("case", "source"),
+    [case for case in CASES if case[0][:3] not in ("inf", "net") or case[1] != "statistics"],
+)
 def test_a_variable_without_values_or_anomalies_is_refused(
     case: str, source: str, winds: xr.Dataset, kept: Path, tmp_path: Path
 ) -> None:
@@ -211,6 +227,30 @@ def test_a_variable_without_values_or_anomalies_is_refused(
     with pytest.raises(DataError, match=message), warnings.catch_warnings(action="error"):
         climatology_of(path, kept, missing=missing)
     assert case == "constant" or not list(kept.glob("*[0-9a-f].npz"))  # but perhaps sums of the blocks before
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_cells_that_never_change_are_refused_masked_or_kept(
+    source: str, winds: xr.Dataset, kept: Path, tmp_path: Path
+) -> None:
+    """Land as -9999.9, which no attribute names, would count as filled without an error.
+
+    Masked, they are as if they were NaN, in the spread, too.
+    """
+    changed = winds.copy(deep=True)
+    changed.v[:, 2:6, 3:7] = np.float32(-9999.9)
+    path = write(tmp_path / "store", changed, CHUNKS)
+    if source == "statistics":
+        add_statistics(path, make_statistics(changed))
+    missing = "mask" if source == "all times" else "refuse"
+    message = "--variables v: 2.1% of its cells never change .*, such as -9999.9 at latitude -67.5, longitude 27; give"
+    with pytest.raises(DataError, match=message):
+        climatology_of(path, kept, missing=missing)
+    found = climatology_of(path, kept, missing=missing, constant="keep")
+    kept_cells = found.valid.sum()
+    found = climatology_of(path, kept, missing=missing, constant="mask")
+    assert_climatology(found, *plain_climatology(changed.where(changed > -9000), times_of(winds)))
+    assert found.valid.sum() == kept_cells - 16
 
 
 def test_a_climatology_that_cannot_be_kept_is_an_error_with_a_remedy(path: Path, tmp_path: Path) -> None:
