@@ -97,13 +97,11 @@ def unpack(limit: int | float, stored: xr.Variable) -> float:
 
     It is packed as the values are, unless they are integers and it is not.
     """
-    if np.isfinite(limit):
-        if stored.dtype.kind in "iu" and isinstance(limit, float):
-            return limit
-        packed = np.asarray(limit).astype(stored.dtype)
-        if is_unsigned(stored):
-            packed = packed.astype(f"u{stored.dtype.itemsize}")
-        limit = packed.item()
+    is_given = np.isfinite(limit)
+    if is_given and stored.dtype.kind in "iu" and isinstance(limit, float):
+        return limit
+    if is_given and is_unsigned(stored):
+        limit %= 2 ** (8 * stored.dtype.itemsize)
     scale = attribute(stored, "scale_factor", 1)
     return limit * scale + attribute(stored, "add_offset", 0)
 

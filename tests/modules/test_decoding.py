@@ -17,7 +17,7 @@ pytestmark = [
 MARKS = slice(3, 6), slice(7, 11)  # rows and columns of the map where no value is
 RAMP = np.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)  # 0 to 799
 STORED = {  # type, what stands there for no value, attributes, and those that xarray writes itself
-    "valid_range, packed": ("int16", 32001, {"scale_factor": 0.001, "valid_range": [-32000, 32000]}, -32767),
+    "valid_range, packed": ("int16", 32001, {"scale_factor": 0.3, "valid_range": [0, 799]}, -32767),
     "valid_range, unpacked": ("int16", 900, {"scale_factor": 0.1, "valid_range": [-0.01, 79.9]}, -32767),
     "valid_max": ("int32", 800, {"valid_max": 799}, None),
     "valid_min, and a scale below 0": ("int16", -1, {"scale_factor": -0.01, "valid_min": 0}, None),
@@ -28,6 +28,7 @@ STORED = {  # type, what stands there for no value, attributes, and those that x
         None,
     ),
     "valid_range of unsigned numbers": ("int16", -3, {"_Unsigned": "true", "valid_range": [0, -4]}, None),
+    "valid_max of unsigned numbers": ("int16", -3, {"_Unsigned": "true", "valid_max": -4}, None),
     "valid_range of floats": ("float32", 799.1, {"valid_range": [0.0, 799.0]}, None),
     "valid_max, rounded": ("float32", 1e5, {"valid_max": 799.7, "offset": 0.7}, None),
     "missing_value of another type": ("float32", -9999.9, {"missing_value": -9999.9}, None),
