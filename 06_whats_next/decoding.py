@@ -80,11 +80,7 @@ def find_limits(stored: xr.Variable) -> Limits | None:
         low = max(low, 1 + DEFAULT_FILLS.get(stored.dtype.itemsize, -np.inf))
     if (low, high) == (-np.inf, np.inf):
         return None
-    low, high = sorted([unpack(low, stored), unpack(high, stored)])
-    margin = 0.0
-    if stored.dtype.kind in "iu":  # half a step: rounding must not lose what is valid
-        margin = abs(attribute(stored, "scale_factor", 1)) / 2
-    return Limits(low - margin, high + margin)
+    return Limits(*sorted([unpack(low, stored), unpack(high, stored)]))
 
 
 def attribute(stored: xr.Variable, name: str, default: float) -> int | float:
@@ -93,7 +89,7 @@ def attribute(stored: xr.Variable, name: str, default: float) -> int | float:
 
 
 def unpack(limit: int | float, stored: xr.Variable) -> float:
-    """An end of the valid range in the variable's units.
+    """An end of the valid range in the variable's units, by xarray's own operations.
 
     It is packed as the values are, unless they are integers and it is not.
     """
