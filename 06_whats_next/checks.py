@@ -15,8 +15,13 @@ ODD_PORT = re.compile(r":\d*[^\d\]][^\]]*$")
 
 
 def check_store(flag: str, store: str | None) -> None:
-    """Refuse a folder that is not there."""
-    if store and "://" not in store and not Path(store).is_dir():
+    """Refuse a folder that is not there, and a file."""
+    if not store or "://" in store or Path(store).is_dir():
+        return
+    if Path(store).is_file():
+        remedy = "write it as a Zarr store, by ../03_cloud_data/make_store.py --source"
+        refuse(f"{flag} {store}: a file; {remedy}")
+    else:
         refuse(f"{flag} {store}: no such folder; give a Zarr store, or a URL")
 
 

@@ -35,12 +35,16 @@ def decode(stored: xr.Dataset) -> xr.Dataset:
 
 
 def require_numbers(name: str, attributes: dict) -> None:
-    """DataError if an attribute is a text: xarray would scale nothing, and not say so."""
+    """DataError if an attribute is a text, which xarray would pass over, or a wrong list."""
     for key in (*FILLS, *OTHERS):
-        value = attributes.get(key)
+        value = attributes.get(key, 0)
         if isinstance(value, str):
             reason = f"its attribute {key} is the text {value!r}"
             raise DataError(f"{name}: {reason}; write it as a number")
+        numbers = 2 if key == "valid_range" else 1
+        if key in attributes and key not in FILLS and np.size(value) != numbers:
+            reason = f"its attribute {key} has {np.size(value)} numbers"
+            raise DataError(f"{name}: {reason}, not {numbers}; mend it")
 
 
 def match_type(variable: xr.Variable) -> None:

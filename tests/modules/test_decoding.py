@@ -76,6 +76,12 @@ def test_a_number_that_is_written_as_a_text_is_refused(name: str, tmp_path: Path
         FieldReader(Location(str(path)), ["u"]).open()
 
 
+def test_a_valid_range_of_one_number_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "store", RAMP.astype("int16"), {"valid_range": [3]}, None)
+    with pytest.raises(DataError, match="u: its attribute valid_range has 1 numbers, not 2; mend it"):
+        FieldReader(Location(str(path)), ["u"]).open()
+
+
 @pytest.mark.parametrize(
     ("units", "remedy"),
     [
