@@ -28,16 +28,23 @@ from options import Options
 from store import FieldReader, Location, RequestCounter
 from store_checksum import identify_data
 from store_climatology import load_climatology
+from store_defaults import complete, print_defaults
 from wind_blocks import WindBlocks
 
 LOSS = "loss"  # what training logs, and what must be finite and no spike
 HIGHER_IS_BETTER = False  # of score()
 
 
-def make_data(options: Options, location: Location) -> Data:
-    """Open the store: its grid, the times of each period, and the climatology."""
+def make_data(options: Options, location: Location) -> tuple[Options, Data]:
+    """Open the store: its grid, the times of each period, and the climatology.
+
+    Options that are not given and depend on the store are completed.
+    """
     reader = FieldReader(location, options.variables, options.level)
     fields = reader.open()
+    given = options
+    options = complete(given, fields)
+    print_defaults(given, options)
     spans = {
         "--train-times": options.train_times,
         "--validation-times": options.validation_times,
@@ -53,7 +60,7 @@ def make_data(options: Options, location: Location) -> Data:
     latitude = fields.latitude.values
     longitude = fields.longitude.values
     units = group_by_unit(fields, options.variables)
-    return Data(
+    data = Data(
         reader=reader,
         grid=Grid(latitude, longitude),
         training=training,
@@ -62,6 +69,7 @@ def make_data(options: Options, location: Location) -> Data:
         climatology=climatology,
         units=units,
     )
+    return options, data
 
 
 def describe_data(data: Data) -> dict[str, str]:

@@ -39,7 +39,7 @@ def train(store: Path, *more: object, **planted: float) -> programs.Run:
 
 def make_data(store: Path):
     parsed = options.parse_options("", [*flags(store), *MASK])
-    return task.make_datamodule(parsed, task.make_data(parsed, Location(str(store))))
+    return task.make_datamodule(*task.make_data(parsed, Location(str(store))))
 
 
 def first_batch(data) -> list:

@@ -94,7 +94,7 @@ def make_data(*flags: object):
 
     options = parse(*flags)
     location = Location(options.store, options.endpoint, options.anonymous, options.retry_timeout)
-    return task.make_datamodule(options, task.make_data(options, location))
+    return task.make_datamodule(*task.make_data(options, location))
 
 
 def still_running(before: list[psutil.Process]) -> list[psutil.Process]:

@@ -22,6 +22,7 @@ from preflight.memory import Memory, add_up, blocks_waiting, judge_memory
 from preflight.store import RETRY_TIMEOUT, Rate, block_bytes, check_store
 from prices import read_prices
 from store import FieldReader, Location
+from store_defaults import complete
 from task import example_input, make_model
 
 PRICES = Path(__file__).parent.parent / "prices.toml"
@@ -38,6 +39,7 @@ def open_and_check(
     """
     soon = replace(location, retry_timeout=RETRY_TIMEOUT)
     fields = FieldReader(soon, options.variables, options.level).open()
+    options = complete(options, fields)
     sizes = ", ".join(f"{dim} {size}" for dim, size in fields.sizes.items())
     yield Finding("store", f"opens; {sizes}")
     Grid(fields.latitude.values, fields.longitude.values).patch_space(

@@ -31,7 +31,7 @@ def make_datamodule(store: Path, names: tuple[str, ...], *flags: object) -> Wind
     """The data module that train.py makes of a store."""
     kept = ["--climatology-dir", store.parent / "kept"]
     parsed = options.parse_options("", flags_for(store, *kept, *flags, variables=names))
-    return task.make_datamodule(parsed, task.make_data(parsed, Location(str(store))))
+    return task.make_datamodule(*task.make_data(parsed, Location(str(store))))
 
 
 VALIDATED, TESTED = [11, 17, 19], [28, 15, 4]  # positions of the first times that judge, in their years

@@ -35,7 +35,7 @@ def test_the_final_model_is_a_quarter_below_the_interpolated_anomalies(store: Pa
     model, record = load_model(FINAL)
     options = replace(Options(**record["options"]), climatology_dir=str(tmp_path))
     assert options.max_steps <= 5000
-    data = task.make_data(options, Location(str(store)))
+    _, data = task.make_data(options, Location(str(store)))
     count = Options().eval_samples
     patches = data.eval_patches(data.test, 64, count)
     baseline = evaluation.baselines(patches, data.units)[evaluation.BASELINE]["m/s"]

@@ -80,7 +80,7 @@ def test_each_trial_trains_on_as_many_samples_and_is_judged_as_often(
     options: Options, batch_size: int, samples: int
 ) -> None:
     trial = search_check.KeptTrial({"learning_rate": 1e-3, "batch_size": batch_size, "padding": "zeros"})
-    rmse = tune.train_trial(options, tune.task.make_data(options, make_location(options)), trial)
+    rmse = tune.train_trial(*tune.task.make_data(options, make_location(options)), trial)
     assert len(trial.rmse) == tune.RUNGS
     assert trial.rmse[-1] == rmse
     assert trial.user_attrs["samples"] == samples
