@@ -4,8 +4,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from block_loader import BlockOrder, Window
+from climatology import describe_shares
 from data import Data, Grid
 from datamodule import WindDataModule
+from errors import print_note
 from fields import group_by_unit, split_times
 from model import FillGaps
 from options import Options
@@ -49,6 +51,9 @@ def make_data(options: Options, location: Location) -> tuple[Options, Data]:
         climatology=climatology,
         units=units,
     )
+    note = describe_shares(data.climatology_shares())
+    if note:
+        print_note(note)
     return options, data
 
 

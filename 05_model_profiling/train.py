@@ -97,13 +97,16 @@ def train(options: Options, location: Location) -> dict:
         return {}
 
     metrics = {"steps": options.max_steps, "missing_chunks": counter.missing_chunks}
+    metrics["climatology_shares"] = data.climatology_shares()
     metrics |= clock.throughput(options.batch_size)
     metrics["peak_memory_gb"] = peak_memory_gb()
     if options.count_requests:
         metrics |= counter.per_sample()
     patches = datamodule.test
     rmse = evaluation.baselines(patches, data.units)
-    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in data.units}
+    rmse[evaluation.NETWORK] = {
+        unit: tested[f"test rmse ({unit})"] for unit in data.units
+    }
     metrics["rmse"] = rmse
     picture = folder / "fill.png"
     evaluation.plot_example(patches, data.units, model.model).savefig(picture)

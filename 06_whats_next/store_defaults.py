@@ -53,7 +53,9 @@ def split_dates(time: xr.DataArray) -> dict[str, list[str]]:
         raise DataError(f"--train-times: there are {len(dates)} dates; {remedy}")
     spans = {}
     for name, start, stop in zip(PERIODS, ends, ends[1:]):
-        spans[name] = [str(dates[start])[:10], str(dates[stop - 1])[:10]]
+        first = str(dates[start])[:10]
+        last = str(dates[stop - 1])[:10]
+        spans[name] = [first, last]
     return spans
 
 
@@ -67,6 +69,7 @@ def print_defaults(given: Options, options: Options) -> None:
     """A note for each option that was not given and was chosen to fit the store."""
     for name, default in STORE_DEFAULTS.items():
         value = getattr(options, name)
-        if getattr(given, name) is None and value != default:
-            words = " ".join(value) if name in PERIODS else value
-            print_note(f"{flag_of(name)} {words}: {REASONS[name]}")
+        if getattr(given, name) is not None or value == default:
+            continue
+        words = " ".join(value) if name in PERIODS else value
+        print_note(f"{flag_of(name)} {words}: {REASONS[name]}")

@@ -19,9 +19,10 @@ from lightning.pytorch import Callback, Trainer
 
 import evaluation
 from block_loader import BlockOrder, Window
+from climatology import describe_shares
 from data import Data, Grid, PatchDataset
 from datamodule import WindDataModule
-from errors import DataError
+from errors import DataError, print_note
 from fields import group_by_unit, split_times
 from model import Batch, FillGaps, masked_sums
 from options import Options
@@ -69,6 +70,9 @@ def make_data(options: Options, location: Location) -> tuple[Options, Data]:
         climatology=climatology,
         units=units,
     )
+    note = describe_shares(data.climatology_shares())
+    if note:
+        print_note(note)
     return options, data
 
 
@@ -182,11 +186,14 @@ def report(metrics: dict, options: Options, trainer: Trainer) -> None:
     units = module.hparams.units
     [counter] = (one for one in trainer.callbacks if isinstance(one, RequestCounter))
     metrics["missing_chunks"] = counter.missing_chunks
+    metrics["climatology_shares"] = trainer.datamodule.data.climatology_shares()
     if options.count_requests:
         metrics |= counter.per_sample()
     metrics["rmse"] = evaluation.baselines(patches, units)
     tested = metrics["tested"]
-    metrics["rmse"]["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
+    metrics["rmse"][evaluation.NETWORK] = {
+        unit: tested[f"test rmse ({unit})"] for unit in units
+    }
     picture = Path(options.output_dir, "fill.png")
     evaluation.plot_example(patches, units, module.model).savefig(picture)
     evaluation.print_summary(metrics, options.test_times, picture)

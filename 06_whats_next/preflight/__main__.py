@@ -28,6 +28,7 @@ from preflight.checkpoints import (
 from preflight.findings import Finding, collect
 from preflight.machine import check_machine
 from preflight.patches import (
+    check_climatology,
     check_values,
     open_and_check,
     patch_bytes,
@@ -127,6 +128,7 @@ def check_training(
     """The data's values, a batch that is learnt, and whether the loader keeps up."""
     options, data = make_data(options, location)
     module = make_datamodule(options, data)
+    yield check_climatology(data)
     values = check_values(module)
     yield values
     if values.is_red:

@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from torch.utils.data import default_collate
 
 from block_loader import BlockLoader, BlockOrder
-from data import Grid, PatchDataset, PatchMaker, Reader
+from data import Data, Grid, PatchDataset, PatchMaker, Reader
 from datamodule import WindDataModule, count_readers
 from fields import split_times
 from model import Batch
@@ -104,6 +104,19 @@ def samples_at_once(options: Options, fabric: Fabric) -> int:
 def patch_bytes(options: Options) -> int:
     """A sample in a batch: input, target, unseen and weight, in float32."""
     return 4 * (2 * len(options.variables) + 3) * options.patch_size**2
+
+
+def check_climatology(data: Data) -> Finding:
+    """Red if a month of any period has no climatology at all: nothing is learnt of it."""
+    shares = data.climatology_shares()
+    worst = min(shares, key=shares.get)
+    text = f"{shares[worst]:.1%} of the cells have one in {worst}"
+    text += ", the least of all months"
+    if shares[worst]:
+        return Finding("climatology", text)
+    none = ", ".join(month for month, share in shares.items() if not share)
+    remedy = f"give --train-times that have more of {none}, or other periods"
+    return Finding("climatology", text, remedy)
 
 
 def check_values(module: WindDataModule) -> Finding:
