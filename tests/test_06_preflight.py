@@ -21,7 +21,17 @@ SCRIPT = "06_whats_next/preflight/__main__.py"
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 6 --shuffle-slots 12 --patches-per-block 2".split()
 V = "10m_v_component_of_wind"
 EVERY = ["versions", "device", "open files", "disk of logs", "disk", "start", "checkpoint", "restore"]
-EVERY += ["store", "memory", "first byte", "bandwidth", "epoch", "values", "one batch", "loader"]
+EVERY += [
+    "store",
+    "memory",
+    "first byte",
+    "bandwidth",
+    "epoch",
+    "climatology",
+    "values",
+    "one batch",
+    "loader",
+]
 
 
 @pytest.fixture

@@ -107,15 +107,14 @@ def patch_bytes(options: Options) -> int:
 
 
 def check_climatology(data: Data) -> Finding:
-    """Red if a month of any period has no climatology at all: nothing is learnt of it."""
+    """Red if a month of any period has no climatology at all: all its cells are left out."""
     shares = data.climatology_shares()
     worst = min(shares, key=shares.get)
-    text = f"{shares[worst]:.1%} of the cells have one in {worst}"
-    text += ", the least of all months"
+    text = f"in {worst}, the worst month, {shares[worst]:.1%} of the cells have one"
     if shares[worst]:
         return Finding("climatology", text)
     none = ", ".join(month for month, share in shares.items() if not share)
-    remedy = f"give --train-times that have more of {none}, or other periods"
+    remedy = f"give --train-times that have several years of {none}, or other periods"
     return Finding("climatology", text, remedy)
 
 

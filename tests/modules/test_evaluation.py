@@ -152,3 +152,22 @@ def test_the_example_shows_truth_swaths_fill_and_error(names: tuple, unit: str, 
         assert axes.xaxis.get_major_formatter()(270, 0) == "90 °W"
         assert axes.yaxis.get_major_formatter()(-30, 0) == "30 °S"
     assert [axes.get_ylabel() for axes in figure.axes if not axes.get_title()] == [unit] * 4
+
+
+@pytest.mark.parametrize("units", [("m/s",), ("m/s", "K")])
+def test_the_network_is_compared_with_the_best_baseline_of_each_unit(units: tuple[str, ...], capsys) -> None:
+    """By name, also where that is the climatology."""
+    rows = {
+        "climatology": (2.0, 0.8),
+        "linear interpolation": (1.9, 0.5),
+        ANOMALIES: (1.6, 1.0),
+        "U-Net": (1.2, 0.75),
+    }
+    rmse = {name: dict(zip(units, row)) for name, row in rows.items()}
+    metrics = {"rmse": rmse, "steps": 4, "seconds": 1, "peak_memory_gb": 1}
+    evaluation.print_summary(metrics, ["1991", "1992"], Path("fill.png"))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "against" in line]
+    expected = ["against interpolated anomalies -25.0% m/s", "against linear interpolation +50.0% K"]
+    if len(units) == 1:
+        expected = ["against interpolated anomalies -25.0%"]
+    assert [" ".join(line) for line in lines] == expected
