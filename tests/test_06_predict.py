@@ -136,12 +136,15 @@ def test_cells_without_a_climatology_are_announced_and_have_no_value(
 
     monkeypatch.setattr(maps, "load_training_climatology", load_some)
     output = tmp_path / "filled.zarr"
+    flags = [flag for flag in flags if flag not in ("--overlap", "4")]
     predict.main([*flags, "--times", "1991-01", "1991-08", "--output", str(output)])
     june = xr.open_zarr(output).filled.load()
     june = june.sel(time=june.time.dt.month == 6)
     assert june.time.size == 1
     assert (june == 2).sum() == (june[0, *lacking] == 2).sum() == 15
-    assert f"of {june[0].size:,}: June 15\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"of {june[0].size:,}: June 15\n" in printed
+    assert "note: --overlap 8: half a patch" in printed
 
 
 def test_the_metadata_are_those_of_cf_and_netcdf_has_the_same_values(
