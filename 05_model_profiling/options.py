@@ -190,7 +190,7 @@ class LoopOptions:
 class Options(  # the fields of the last one come first
     LoopOptions, DeviceOptions, TrainingOptions, DataOptions, StoreOptions
 ):
-    """What a run was asked for, checked and complete."""
+    """What a run was asked for, checked. make_data completes what depends on the store."""
 
 
 # What a run and the one that resumes it have in common.

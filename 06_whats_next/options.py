@@ -251,7 +251,7 @@ class Options(  # dataclasses collect the fields from the last base to the first
     DataOptions,
     StoreOptions,
 ):
-    """What a run was asked for, checked and complete."""
+    """What a run was asked for, checked. make_data completes what depends on the store."""
 
 
 # What a run and the one that resumes it have in common.
