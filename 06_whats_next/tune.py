@@ -173,7 +173,7 @@ def run_trials(
     if len(study.get_trials(states=ENDED)) >= search.trials:
         return
     enough = MaxTrialsCallback(search.trials, states=ENDED)
-    _, data = task.make_data(options, location)
+    options, data = task.make_data(options, location)
     objective = partial(train_trial, options, data)
     study.optimize(objective, callbacks=[enough, print_trial])
 
