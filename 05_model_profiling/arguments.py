@@ -11,6 +11,7 @@ add_options(parser, TrainingOptions)  # --batch-size, in a group with that title
 
 import argparse
 import math
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import Field, field, fields
 from functools import partial
@@ -75,15 +76,21 @@ def settings_of(declared: Field) -> dict[str, Any]:
 
 def value_type(declared: Field) -> type:
     """The type of an option's value: int for `int | None`, and str for `list[str]`."""
-    for part in get_args(declared.type):
-        if part is not NoneType:
-            return part
-    return declared.type
+    if takes_several(declared):
+        return str
+    return without_none(declared.type)
 
 
 def takes_several(declared: Field) -> bool:
     """Whether an option takes a list of values."""
-    return get_origin(declared.type) is list
+    return get_origin(without_none(declared.type)) is list
+
+
+def without_none(annotation: type) -> type:
+    """int for `int | None`; anything else as it is."""
+    if NoneType in get_args(annotation):
+        return get_args(annotation)[0]
+    return annotation
 
 
 def read_number(kind: type, least: float, below: float, text: str) -> int | float:
@@ -111,6 +118,12 @@ def flag_of(name: str) -> str:
 def names_that_decide(options: type) -> list[str]:
     """The options that a resumed run must share with the run before."""
     return [one.name for one in fields(options) if one.metadata["decides"]]
+
+
+def take_over(names: Iterable[str], before: dict, now: dict) -> dict:
+    """The options now; those of `names` that are not given are as they were before."""
+    not_given = [name for name in names if now[name] is None]
+    return now | {name: before.get(name) for name in not_given}
 
 
 def require_same(names: list[str], before: dict, now: dict) -> None:

@@ -113,7 +113,7 @@ class Loader:
         else:
             options = parse_options("", flags)
             location = Location(options.store, endpoint, anonymous=True)
-            data = make_data(options, location)
+            options, data = make_data(options, location)
             module = make_datamodule(options, data, first_step=0)
             maker = module.blocks.maker
             maker.make_batch = self.timed(maker.make_batch)

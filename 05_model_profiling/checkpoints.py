@@ -1,14 +1,15 @@
 """Checkpoints after whole steps, and whether a run may go on from one."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from arguments import require_same
+from arguments import require_same, take_over
 from errors import CheckpointError
-from options import RESUME_KEYS
+from options import RESUME_KEYS, STORE_DEFAULTS, Options
 
 # Under this name Lightning keeps what the data module has saved: all options of the run.
 OPTIONS = "datamodule_hyper_parameters"
@@ -43,13 +44,15 @@ class StepCheckpoint(ModelCheckpoint):
             super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
 
-def read_first_step(path: str | None, options: dict) -> int:
+def read_start(options: Options) -> tuple[int, Options]:
     """The step at which a run of these options begins: the checkpoint's, or 0 without one.
 
+    What is not given, and depends on the store, is as in the checkpoint.
     CheckpointError if it cannot be read, or if it is of a run with other options.
     """
+    path = options.resume
     if path is None:
-        return 0
+        return 0, options
     if not Path(path).is_file():
         raise CheckpointError("no such file; to start anew, give no --resume")
     try:
@@ -62,5 +65,6 @@ def read_first_step(path: str | None, options: dict) -> int:
     if missing:
         listed = ", ".join(sorted(missing))
         raise CheckpointError(f"has no {listed}; give one that this chapter wrote")
-    require_same(RESUME_KEYS, saved[OPTIONS], options)
-    return saved["global_step"]
+    now = take_over(STORE_DEFAULTS, saved[OPTIONS], asdict(options))
+    require_same(RESUME_KEYS, saved[OPTIONS], now)
+    return saved["global_step"], Options(**now)

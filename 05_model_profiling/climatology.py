@@ -1,5 +1,7 @@
 """The mean of each month of the training times, and the spread around it."""
 
+import math
+from calendar import month_name
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +27,18 @@ class Climatology:
     def valid(self) -> np.ndarray:
         """Where every variable has a value in some month, (latitude, longitude)."""
         return ~np.isnan(self.mean).all(axis=0).any(axis=0)
+
+    @property
+    def cells(self) -> np.ndarray:
+        """How many cells have a mean of every variable, (12,)."""
+        has_mean = ~np.isnan(self.mean).any(axis=1)
+        return has_mean.sum(axis=(1, 2))
+
+    def shares(self, months: np.ndarray) -> dict[str, float]:
+        """Of the valid cells, the share that has a mean, in each of these months."""
+        found = self.cells[months] / self.valid.sum()
+        names = [month_name[month + 1] for month in months]
+        return dict(zip(names, found.tolist()))
 
 
 def find_constant(mean: np.ndarray) -> np.ndarray:
@@ -78,6 +92,18 @@ class MonthlySums:
         variance = np.nansum(spread, axis=(0, 2, 3)) / number
         std = variance.clip(0) ** 0.5
         return np.float32(mean), np.float32(std)
+
+
+def describe_shares(shares: dict[str, float]) -> str:
+    """The months in which some cells have no mean; "" if there are none."""
+    low = []
+    for month, share in shares.items():
+        if share < 1:
+            percent = math.floor(1000 * share) / 10  # not 100.0 if a cell has none
+            low.append(f"{month} {percent}%")
+    if not low:
+        return ""
+    return f"cells with a climatology: {', '.join(low)}"
 
 
 def require_values(valid: np.ndarray) -> None:

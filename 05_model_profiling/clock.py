@@ -4,10 +4,12 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from time import perf_counter
+from functools import lru_cache
+from time import perf_counter, time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from psutil import Process
 from torch.utils.data import DataLoader
 
 
@@ -31,6 +33,12 @@ class TimedLoader(DataLoader):
             yield batch
 
 
+@lru_cache(maxsize=1)
+def startup_seconds() -> float:
+    """Seconds from the start of this process to the first call of this function."""
+    return time() - Process().create_time()
+
+
 class StepClock(Callback):
     """Times the loop by the wall clock, without its first step, which starts everything up.
 
@@ -51,6 +59,11 @@ class StepClock(Callback):
         self.batches_per_step = trainer.accumulate_grad_batches
         self.mark = perf_counter()
 
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch, batch_idx: int
+    ) -> None:
+        startup_seconds()
+
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
     ) -> None:
@@ -67,11 +80,17 @@ class StepClock(Callback):
         self.mark = perf_counter()
 
     def throughput(self, batch_size: int) -> dict[str, float]:
-        """Samples/s, and the share of the time spent waiting for data; {} after one step."""
+        """Seconds before the first step, samples/s, and the share of time spent waiting.
+
+        After one step only the first of them, and {} after none.
+        """
+        if not self.batches:
+            return {}
+        startup = {"startup_seconds": startup_seconds()}
         steps = self.batches / self.batches_per_step - 1
         if steps <= 0:
-            return {}
-        return {
+            return startup
+        return startup | {
             "samples_per_second": batch_size * steps / self.seconds,
             "data_wait_share": self.waits / self.seconds,
         }

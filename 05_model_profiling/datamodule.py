@@ -71,6 +71,7 @@ class WindDataModule(LightningDataModule):
         if rank == 0:
             per_round = self.order.steps_per_round * accumulate
             warn_of_rereading(options.num_workers, per_round)
+            warn_of_few_blocks(self.order)
         if not options.num_workers:
             return TimedLoader(loader, batch_size=None)
         multiprocessing.set_forkserver_preload(PRELOADED)
@@ -106,3 +107,16 @@ def warn_of_rereading(num_workers: int, batches_per_round: int) -> None:
         fewer -= 1
     note = f"note: with --num-workers {num_workers} each block is read {readers} times"
     print(f"{note}; with --num-workers {fewer} it is read once", file=sys.stderr)
+
+
+def warn_of_few_blocks(order: BlockOrder) -> None:
+    """Say so if there are more slots than blocks, so that slots hold the same block."""
+    if order.slots <= order.blocks:
+        return
+    samples = order.blocks * order.patches_per_block
+    note = f"note: {order.blocks} blocks for --shuffle-slots {order.slots}"
+    note += ": several slots hold patches of the same block"
+    fewer = order.blocks // order.batch_size * order.batch_size
+    remedy = f"give --shuffle-slots {fewer}, or" if fewer else "give"
+    remedy += " a store of smaller chunks"
+    print(f"{note}; an epoch has {samples} samples; {remedy}", file=sys.stderr)

@@ -10,11 +10,12 @@ from scipy.interpolate import griddata
 from scipy.spatial import QhullError
 from torch import nn
 
+from climatology import describe_shares
 from data import PatchDataset
 from errors import DataError
 
+NETWORK = "U-Net"
 NOTHING_TO_JUDGE = "--test-times: no value is present in any patch; give others"
-BASELINE = "interpolated anomalies"  # the one to beat
 
 
 def baselines(
@@ -66,8 +67,17 @@ def fills(
         "climatology": climatology,
         "nearest neighbour": nearest,
         "linear interpolation": linear,
-        BASELINE: climatology + anomalies,
+        "interpolated anomalies": climatology + anomalies,
     }
+
+
+def best_baselines(rmse: dict[str, dict[str, float]]) -> dict[str, str]:
+    """The fill without a network to beat in each unit: that of the lowest RMSE."""
+    fills = [name for name in rmse if name != NETWORK]
+    best = {}
+    for unit in rmse[NETWORK]:
+        best[unit] = min(fills, key=lambda name: rmse[name][unit])
+    return best
 
 
 def interpolate(
@@ -190,22 +200,28 @@ def format_longitude(degrees: float, position: int | None = None) -> str:
 
 def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:
     """Print what a reader wants to know of a run, in one block."""
-    rmse = metrics["rmse"]["U-Net"]
-    to_beat = metrics["rmse"][BASELINE]
+    rmse = metrics["rmse"][NETWORK]
     span = " to ".join(test_times)
     print(f"\nRMSE over the unseen cells of {span}, {', '.join(rmse)}")
     for name, row in metrics["rmse"].items():
         print(f"  {name:30}", *(f"{value:8.3f}" for value in row.values()))
-    gains = [f"{rmse[unit] / to_beat[unit] - 1:+8.1%}" for unit in rmse]
-    print(f"  against {BASELINE}", *gains)
+    for unit, name in best_baselines(metrics["rmse"]).items():
+        gain = rmse[unit] / metrics["rmse"][name][unit] - 1
+        of_unit = f"  {unit}" if len(rmse) > 1 else ""
+        print(f"  {f'against {name}':30} {gain:+8.1%}{of_unit}")
     if "samples_per_second" in metrics:
         rate = f"{metrics['samples_per_second']:.1f} samples/s"
         print(f"{rate}, {metrics['data_wait_share']:.1%} of the time waiting for data")
     if "requests_per_sample" in metrics:
         size = f"{metrics['bytes_per_sample'] / 1e6:.2f} MB"
         print(f"{metrics['requests_per_sample']:.1f} requests and {size} for a sample")
+    low = describe_shares(metrics.get("climatology_shares", {}))
+    if low:
+        print(low)
     if metrics.get("missing_chunks"):
         print(f"missing chunks that were asked for: {metrics['missing_chunks']}")
+    if "startup_seconds" in metrics:
+        print(f"{metrics['startup_seconds']:.0f} s before the first step")
     memory = f"peak memory {metrics['peak_memory_gb']:.1f} GB"
     print(f"{metrics['steps']} steps in {metrics['seconds']:.0f} s, {memory}")
     print(f"picture: {picture}")

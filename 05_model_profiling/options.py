@@ -24,6 +24,14 @@ VARIABLES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
 TRAIN_TIMES = ["1982", "1989"]
 VALIDATION_TIMES = ["1990", "1990"]
 TEST_TIMES = ["1991", "1992"]
+PATCH_SIZE = 64
+# Taken where no flag says otherwise, if the store has them: see store_defaults.py.
+STORE_DEFAULTS = {
+    "train_times": TRAIN_TIMES,
+    "validation_times": VALIDATION_TIMES,
+    "test_times": TEST_TIMES,
+    "patch_size": PATCH_SIZE,
+}
 OUTPUTS = Path(__file__).parent / "outputs"
 
 START_METHOD = "spawn" if sys.platform == "win32" else "forkserver"
@@ -87,11 +95,26 @@ class DataOptions:
         choices=("refuse", "mask", "keep"),
         decides=True,
     )
-    train_times: list[str] = option(TRAIN_TIMES, "dates or years to train on", **TIMES)
-    validation_times: list[str] = option(VALIDATION_TIMES, "to choose by", **TIMES)
-    test_times: list[str] = option(TEST_TIMES, "to report, and choose nothing", **TIMES)
-    patch_size: int = option(
-        64, "cells along a side of a patch", least=16, decides=True
+    train_times: list[str] | None = option(
+        None,
+        f"to train on; if not given, {' '.join(TRAIN_TIMES)}, or 80%% of the store's dates",
+        **TIMES,
+    )
+    validation_times: list[str] | None = option(
+        None,
+        f"to choose by; if not given, {' '.join(VALIDATION_TIMES)}, or the next 10%%",
+        **TIMES,
+    )
+    test_times: list[str] | None = option(
+        None,
+        f"to report; if not given, {' '.join(TEST_TIMES)}, or the last 10%%",
+        **TIMES,
+    )
+    patch_size: int | None = option(
+        None,
+        f"cells along its side; if not given, {PATCH_SIZE}, or the most that fit",
+        least=16,
+        decides=True,
     )
 
 
@@ -173,7 +196,7 @@ class LoopOptions:
 class Options(  # the fields of the last one come first
     LoopOptions, DeviceOptions, TrainingOptions, DataOptions, StoreOptions
 ):
-    """What a run was asked for, checked and complete."""
+    """What a run was asked for, checked. make_data completes what depends on the store."""
 
 
 # What a run and the one that resumes it have in common.

@@ -231,7 +231,7 @@ def profile_chapter(options: Options, location: Location) -> Profile:
         resume=None,
     )
     folder = Path(options.output_dir)
-    data = make_data(options, location)
+    options, data = make_data(options, location)
     datamodule = make_datamodule(options, data, first_step=0)
 
     def fit(profiler: Profiler) -> None:

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from block_loader import BlockOrder, Window
+from climatology import describe_shares
 from data import Data, Grid
 from datamodule import WindDataModule
 from errors import print_note
@@ -12,15 +13,22 @@ from model import FillGaps
 from options import Options
 from store import FieldReader, Location
 from store_climatology import load_climatology
+from store_defaults import complete, print_defaults
 from wind_blocks import WindBlocks
 
 
-def make_data(options: Options, location: Location) -> Data:
-    """Open the store: its grid, the times of each period, and the climatology."""
+def make_data(options: Options, location: Location) -> tuple[Options, Data]:
+    """Open the store: its grid, the times of each period, and the climatology.
+
+    Options that are not given and depend on the store are completed.
+    """
     reader = FieldReader(location, options.variables, options.level)
     fields = reader.open()
     for note in reader.notes:
         print_note(note)
+    given = options
+    options = complete(given, fields)
+    print_defaults(given, options)
     spans = {
         "--train-times": options.train_times,
         "--validation-times": options.validation_times,
@@ -38,7 +46,7 @@ def make_data(options: Options, location: Location) -> Data:
     latitude = fields.latitude.values
     longitude = fields.longitude.values
     units = group_by_unit(fields, options.variables)
-    return Data(
+    data = Data(
         reader=reader,
         grid=Grid(latitude, longitude),
         training=training,
@@ -47,6 +55,10 @@ def make_data(options: Options, location: Location) -> Data:
         climatology=climatology,
         units=units,
     )
+    note = describe_shares(data.climatology_shares())
+    if note:
+        print_note(note)
+    return options, data
 
 
 def make_datamodule(

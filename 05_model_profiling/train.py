@@ -9,7 +9,6 @@ files beside this one have one subject each. Read this one first, from top to bo
 
 import gc
 import json
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import evaluation
-from checkpoints import StepCheckpoint, read_first_step
+from checkpoints import StepCheckpoint, read_start
 from clock import StepClock, peak_memory_gb
 from command_line import call_with_store, run
 from options import Options
@@ -80,8 +79,8 @@ def make_trainer(
 def train(options: Options, location: Location) -> dict:
     """Train, judge and draw; return the headline metrics on rank 0."""
     began = perf_counter()
-    first_step = read_first_step(options.resume, asdict(options))
-    data = make_data(options, location)
+    first_step, options = read_start(options)
+    options, data = make_data(options, location)
     gc.freeze()  # else the collector stops all reads for 0.4 s to look at modules
     datamodule = make_datamodule(options, data, first_step)
     model = make_model(options, data)
@@ -98,13 +97,16 @@ def train(options: Options, location: Location) -> dict:
         return {}
 
     metrics = {"steps": options.max_steps, "missing_chunks": counter.missing_chunks}
+    metrics["climatology_shares"] = data.climatology_shares()
     metrics |= clock.throughput(options.batch_size)
     metrics["peak_memory_gb"] = peak_memory_gb()
     if options.count_requests:
         metrics |= counter.per_sample()
     patches = datamodule.test
     rmse = evaluation.baselines(patches, data.units)
-    rmse["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in data.units}
+    rmse[evaluation.NETWORK] = {
+        unit: tested[f"test rmse ({unit})"] for unit in data.units
+    }
     metrics["rmse"] = rmse
     picture = folder / "fill.png"
     evaluation.plot_example(patches, data.units, model.model).savefig(picture)

@@ -220,6 +220,12 @@ class Data:
     climatology: Climatology
     units: dict[str, list[int]]  # of each unit: the numbers of its variables
 
+    def climatology_shares(self) -> dict[str, float]:
+        """Of the valid cells, the share that has a climatology, by month of all periods."""
+        periods = (self.training, self.validation, self.test)
+        months = np.concatenate([period.months for period in periods])
+        return self.climatology.shares(np.unique(months))
+
     def maker(self, period: Period, size: int) -> PatchMaker:
         return PatchMaker(self.grid, period, self.climatology, size)
 

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, Trainer
 
 import evaluation
 from block_loader import BlockOrder, Window
+from climatology import describe_shares
 from data import Data, Grid, PatchDataset
 from datamodule import WindDataModule
 from errors import DataError, print_note
@@ -28,18 +29,25 @@ from options import Options
 from store import FieldReader, Location, RequestCounter
 from store_checksum import identify_data
 from store_climatology import load_climatology
+from store_defaults import complete, print_defaults
 from wind_blocks import WindBlocks
 
 LOSS = "loss"  # what training logs, and what must be finite and no spike
 HIGHER_IS_BETTER = False  # of score()
 
 
-def make_data(options: Options, location: Location) -> Data:
-    """Open the store: its grid, the times of each period, and the climatology."""
+def make_data(options: Options, location: Location) -> tuple[Options, Data]:
+    """Open the store: its grid, the times of each period, and the climatology.
+
+    Options that are not given and depend on the store are completed.
+    """
     reader = FieldReader(location, options.variables, options.level)
     fields = reader.open()
     for note in reader.notes:
         print_note(note)
+    given = options
+    options = complete(given, fields)
+    print_defaults(given, options)
     spans = {
         "--train-times": options.train_times,
         "--validation-times": options.validation_times,
@@ -57,7 +65,7 @@ def make_data(options: Options, location: Location) -> Data:
     latitude = fields.latitude.values
     longitude = fields.longitude.values
     units = group_by_unit(fields, options.variables)
-    return Data(
+    data = Data(
         reader=reader,
         grid=Grid(latitude, longitude),
         training=training,
@@ -66,6 +74,10 @@ def make_data(options: Options, location: Location) -> Data:
         climatology=climatology,
         units=units,
     )
+    note = describe_shares(data.climatology_shares())
+    if note:
+        print_note(note)
+    return options, data
 
 
 def describe_data(data: Data) -> dict[str, str]:
@@ -178,11 +190,14 @@ def report(metrics: dict, options: Options, trainer: Trainer) -> None:
     units = module.hparams.units
     [counter] = (one for one in trainer.callbacks if isinstance(one, RequestCounter))
     metrics["missing_chunks"] = counter.missing_chunks
+    metrics["climatology_shares"] = trainer.datamodule.data.climatology_shares()
     if options.count_requests:
         metrics |= counter.per_sample()
     metrics["rmse"] = evaluation.baselines(patches, units)
     tested = metrics["tested"]
-    metrics["rmse"]["U-Net"] = {unit: tested[f"test rmse ({unit})"] for unit in units}
+    metrics["rmse"][evaluation.NETWORK] = {
+        unit: tested[f"test rmse ({unit})"] for unit in units
+    }
     picture = Path(options.output_dir, "fill.png")
     evaluation.plot_example(patches, units, module.model).savefig(picture)
     evaluation.print_summary(metrics, options.test_times, picture)

@@ -190,7 +190,8 @@ def train(options: Options, location: Location) -> dict:
     start = find_start(checkpoints, options.resume, asdict(options))
     if options.resume not in ("last", "auto") and not options.overwrite:
         refuse_later(checkpoints, start.step)
-    data = task.make_data(options, location)
+    options = start.take_over(options)
+    options, data = task.make_data(options, location)
     try:
         while True:
             try:

@@ -14,7 +14,7 @@ import os
 import shlex
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,12 +32,12 @@ from optuna.study import MaxTrialsCallback
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 import task
-from arguments import flag_of
+from arguments import flag_of, take_over
 from checks import check_folder
 from command_line import call_at, make_location, run
 from data import Data
 from errors import refuse
-from options import RESUME_KEYS, Options, parse_options
+from options import RESUME_KEYS, STORE_DEFAULTS, Options, parse_options
 from short_run import make_short_trainer
 from store import Location
 
@@ -173,7 +173,7 @@ def run_trials(
     if len(study.get_trials(states=ENDED)) >= search.trials:
         return
     enough = MaxTrialsCallback(search.trials, states=ENDED)
-    data = task.make_data(options, location)
+    options, data = task.make_data(options, location)
     objective = partial(train_trial, options, data)
     study.optimize(objective, callbacks=[enough, print_trial])
 
@@ -256,6 +256,9 @@ def tune(search: Search, options: Options, location: Location) -> optuna.Study:
     try:
         with FileLock(search.folder / "lock", timeout=0):
             study = open_study(search, 0)
+            before = study.user_attrs.get("options", {})
+            options = Options(**take_over(STORE_DEFAULTS, before, asdict(options)))
+            options, _ = task.make_data(options, location)
             require_same(study, options)
             put_back(study)
             with start_processes(search.processes) as processes:

@@ -55,8 +55,8 @@ def make_options(plan: Plan, store: str, workers: int, folder: str) -> Options:
 
 def make_loader(options: Options) -> DataLoader:
     """The training's loader, as chapter 5's train.py makes it."""
-    data = make_data(options, Location(options.store))
-    return make_datamodule(options, data).train_loader()
+    made = make_data(options, Location(options.store))
+    return make_datamodule(*made).train_loader()
 
 
 def train_from(loader: DataLoader, plan: Plan) -> dict:

@@ -73,6 +73,7 @@ CARRIED = {
         "steps.py",
         "store.py",
         "store_climatology.py",
+        "store_defaults.py",
         "wind_blocks.py",
         "workers.py",
         "ruff.toml",

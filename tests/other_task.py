@@ -121,8 +121,8 @@ class Classifier(LightningModule):
         torch.save(self.state_dict(), Path(folder, f"rank_{self.global_rank}.pt"))
 
 
-def make_data(options, location) -> None:
-    return None
+def make_data(options, location) -> tuple:
+    return options, None
 
 
 def describe_data(data) -> dict[str, str]:

@@ -39,7 +39,7 @@ def train(store: Path, *more: object, **planted: float) -> programs.Run:
 
 def make_data(store: Path):
     parsed = options.parse_options("", [*flags(store), *MASK])
-    return task.make_datamodule(parsed, task.make_data(parsed, Location(str(store))))
+    return task.make_datamodule(*task.make_data(parsed, Location(str(store))))
 
 
 def first_batch(data) -> list:
@@ -131,6 +131,16 @@ def test_the_rmse_is_that_of_a_plain_sum_over_present_unseen_cells(run: Path, st
         for unit, numbers in UNITS.items():
             expected = np.sqrt(squares[numbers].mean())
             assert runs.summary(run)["rmse"][name][unit] == pytest.approx(expected, rel=1e-5), (name, unit)
+
+
+def test_the_summary_has_the_share_of_cells_with_a_climatology(run: Path, gappy: xr.Dataset) -> None:
+    """They need three values in the month of the training years."""
+    present = gappy[list(VARIABLES)].to_dataarray().notnull().all("variable").sel(time=slice("1982", "1983"))
+    counted = (present.groupby("time.month").sum() >= 3).values
+    shares = counted[:, counted.any(axis=0)].mean(axis=1)
+    found = runs.summary(run)["climatology_shares"].values()
+    np.testing.assert_allclose(list(found), shares)
+    assert shares.min() < 1
 
 
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])

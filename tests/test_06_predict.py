@@ -11,8 +11,10 @@ import pytest
 import torch
 import xarray as xr
 from alone import contents
+from climatology import Climatology
 from made_up_winds import write
 from predict import __main__ as predict
+from predict import maps
 from predict.maps import load_model
 from runs import last_checkpoint
 from studies import seams
@@ -79,7 +81,7 @@ def refusal(argv: list[object], capsys: pytest.CaptureFixture[str]) -> str:
 def test_jumps_at_the_edges_vanish_with_overlap(checkpoint: Path, store: Path) -> None:
     """Without overlap they are larger than those inside; with it they are not."""
     flags = [str(checkpoint), "--store", str(store), "--times", "1991", "1991-06", "--draws", "1"]
-    rows = seams.main(flags)
+    rows = seams.main(flags)  # 8 is half a patch
     assert [row["overlap"] for row in rows] == [0, 4, 8]
     ratios = [row["edges_typical"] / row["inside_typical"] for row in rows]
     assert ratios[0] > 1.3, ratios
@@ -119,6 +121,30 @@ def test_a_map_holds_what_was_seen_and_the_networks_answer_elsewhere(
     hidden = ~seen[:8, 6:8]
     assert hidden.any()
     np.testing.assert_allclose(got[:, hidden], expected[:, hidden], atol=1e-4)
+
+
+def test_cells_without_a_climatology_are_announced_and_have_no_value(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    load = maps.load_training_climatology
+    lacking = (slice(0, 3), slice(0, 5))
+
+    def load_some(*given) -> Climatology:
+        climatology = load(*given)
+        climatology.mean[5, :, *lacking] = np.nan
+        return climatology
+
+    monkeypatch.setattr(maps, "load_training_climatology", load_some)
+    output = tmp_path / "filled.zarr"
+    flags = [flag for flag in flags if flag not in ("--overlap", "4")]
+    predict.main([*flags, "--times", "1991-01", "1991-08", "--output", str(output)])
+    june = xr.open_zarr(output).filled.load()
+    june = june.sel(time=june.time.dt.month == 6)
+    assert june.time.size == 1
+    assert (june == 2).sum() == (june[0, *lacking] == 2).sum() == 15
+    printed = capsys.readouterr().out
+    assert f"of {june[0].size:,}: June 15\n" in printed
+    assert "note: --overlap 8: half a patch" in printed
 
 
 def test_the_metadata_are_those_of_cf_and_netcdf_has_the_same_values(

@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,16 +13,29 @@ import programs
 import pytest
 import zarr
 from chapter_6 import folder, local  # noqa: F401
+from made_up_winds import make_winds, write
+from options import parse_options
 from preflight import __main__ as preflight
 from preflight import patches
 from preflight.training import Pace
+from survival.checkpoints import CheckpointFolder, step_name
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 SCRIPT = "06_whats_next/preflight/__main__.py"
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 6 --shuffle-slots 12 --patches-per-block 2".split()
 V = "10m_v_component_of_wind"
 EVERY = ["versions", "device", "open files", "disk of logs", "disk", "start", "checkpoint", "restore"]
-EVERY += ["store", "memory", "first byte", "bandwidth", "epoch", "values", "one batch", "loader"]
+EVERY += [
+    "store",
+    "memory",
+    "first byte",
+    "bandwidth",
+    "epoch",
+    "climatology",
+    "values",
+    "one batch",
+    "loader",
+]
 
 
 @pytest.fixture
@@ -60,6 +74,25 @@ def test_a_run_that_is_well_is_green_and_nothing_is_left_behind(
     # 26 training maps, of which 2 patches each; 2 variables in 6 chunks each.
     assert "52 patches by 312 requests" in printed
     assert list(tmp_path.rglob("*")) == [checkpoint.parent, checkpoint]
+
+
+def test_a_run_that_goes_on_is_checked_with_its_own_periods_when_the_store_has_grown(
+    tmp_path: Path, at_a_good_pace: None
+) -> None:
+    """Those that no flag gives are the checkpoint's."""
+    store = write(tmp_path / "winds", make_winds()[["u", "v"]])  # of 144 times; the run began with 120
+    flags = ["--store", store, "--variables", "u", "v", "--output-dir", tmp_path, "--accelerator", "cpu"]
+    flags += ["--climatology-dir", tmp_path, "--resume"]
+    options = asdict(parse_options("", list(map(str, flags)))) | {"patch_size": 16}
+    options |= {"train_times": ["1982-01-01", "1984-08-08"], "validation_times": ["1984-08-18", "1984-12-06"]}
+    options |= {"test_times": ["1984-12-16", "1985-04-05"]}
+    callbacks = {"StepBoundary": {"skipped": []}, "RunRecord": {"options": options}}
+    state = {"global_step": 2, "state_dict": {}, "optimizer_states": [], "callbacks": callbacks}
+    CheckpointFolder(str(tmp_path / "checkpoints")).write(step_name(2), state)
+    found = {finding.name: finding for finding in preflight.main(list(map(str, flags)))}
+    assert found["start"].text.startswith("at step 2, ")
+    assert found["values"].text == "no bad one in 48 of 96 training, 12 of 12 validation, 12 of 12 test maps"
+    assert found["epoch"].text.startswith(f"{96 * 8} patches ")
 
 
 def test_a_full_disk_and_nan_are_red_with_their_remedies_and_exit_code_2(

@@ -20,6 +20,7 @@ import runs
 import torch
 import zarr
 from alone import Alone, contents
+from made_up_winds import make_winds, write
 
 CHAPTERS = ["05_model_profiling", "06_whats_next"]
 LAST_TO_LIVE = {  # the exit code of rank 0, and what it says, when it has lost rank 1
@@ -94,7 +95,7 @@ def make_data(*flags: object):
 
     options = parse(*flags)
     location = Location(options.store, options.endpoint, options.anonymous, options.retry_timeout)
-    return task.make_datamodule(options, task.make_data(options, location))
+    return task.make_datamodule(*task.make_data(options, location))
 
 
 def still_running(before: list[psutil.Process]) -> list[psutil.Process]:
@@ -120,6 +121,10 @@ def test_the_readers_command(chapter: Path, steps: int, at_most: float, tmp_path
     assert requests == pytest.approx(runs.summary(tmp_path)["requests_per_sample"], abs=0.05)
     # A block is a map, whose two variables have at least one object each, and at most 8 patches are cut from it.
     assert requests >= 2 / 8
+    startup = runs.summary(tmp_path)["startup_seconds"]
+    assert startup > 0
+    assert set(runs.summary(tmp_path)["climatology_shares"].values()) == {1}
+    assert f"\n{startup:.0f} s before the first step\n" in printed
 
 
 def test_the_folder_copied_alone_trains_on_a_store_with_statistics(alone: Alone) -> None:
@@ -261,17 +266,38 @@ def test_a_run_is_not_resumed_with_another_value_of_what_decides_its_end(
     """It would end at weights that no undisturbed run has."""
     import train
     from errors import CheckpointError
-    from options import RESUME_KEYS
+    from options import RESUME_KEYS, STORE_DEFAULTS
 
     assert sorted(RESUME_KEYS) == sorted(DECIDES)
     checkpoint = runs.last_checkpoint(alone.output)
     options = parse("--store", store, "--resume", checkpoint, "--output-dir", tmp_path / "run")
     for name in DECIDES:
         flag, before = f"--{name.replace('_', '-')}", getattr(options, name)
+        if before is None:
+            before = STORE_DEFAULTS.get(name)
         said = re.escape(f"has {flag} {before}, not another; give {flag} that, or no --resume")
         with pytest.raises(CheckpointError, match=said):
             train.train(replace(options, **{name: "another"}), None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_has_grown_moves_no_period_of_a_run_that_goes_on(chapter: Path, tmp_path: Path) -> None:
+    """The periods and the size of a patch are those that the store had when the run began."""
+    winds = make_winds()[["u", "v"]]
+    store = write(tmp_path / "winds", winds.isel(time=slice(120)))
+    flags = ["--store", store, "--variables", "u", "v", "--accelerator", "cpu", "--max-steps", 4]
+    flags += ["--batch-size", 4, "--checkpoint-every", 2, "--log-every", 1]
+    flags += ["--climatology-dir", tmp_path / "kept", "--output-dir"]
+    whole = programs.require_success(chapter / "train.py", *flags, tmp_path / "whole")
+    assert "note: --test-times 1984-12-16 1985-04-05: " in whole.out
+    assert "note: --patch-size 20: " in whole.out
+    faults = {"kill_at_step": 3} | WAITS.get(chapter.name, {})
+    assert programs.run(chapter / "train.py", *flags, tmp_path / "run", **faults).code == -9
+    winds.isel(time=slice(120, None)).to_zarr(store, append_dim="time", consolidated=True)
+    resumed = programs.require_success(chapter / "train.py", *flags, tmp_path / "run", "--resume")
+    assert "note: --" not in resumed.out
+    runs.assert_same_bits(tmp_path / "run", tmp_path / "whole")
+    runs.assert_resumed(tmp_path / "run", 2, tmp_path / "whole")
 
 
 DAMAGED = {  # what is put in a checkpoint's place, and what is said of it

@@ -21,6 +21,7 @@ from prices import Bucket, Device, Prices, read_prices
 PRICES = Path(__file__).parent.parent / "prices.toml"
 GIGA = 1e9
 MONTH = 730  # hours
+NO_GPU = ", no GPU"
 LONGEST_INTERVAL = 1.0  # hours between checkpoints, however rare the interruptions
 
 
@@ -146,7 +147,7 @@ def read_measured(path: Path) -> Measured:
             bytes_per_sample=summary.get("bytes_per_sample", 0.0),
             batch_size=options["batch_size"],
             devices=options["devices"] * options["num_nodes"],
-            machine=machine["gpu"] or f"{machine['cpu']}, no GPU",
+            machine=name_machine(machine, options),
         )
         check_measured(measured)
     except (OSError, LookupError, TypeError, ValueError, DataError) as error:
@@ -155,6 +156,13 @@ def read_measured(path: Path) -> Measured:
     if "requests_per_sample" not in summary:
         print("note: the run counted no requests, so the bucket looks cheaper")
     return measured
+
+
+def name_machine(machine: dict, options: dict) -> str:
+    """The device that a run was measured on."""
+    if machine["gpu"] and options.get("accelerator") != "cpu":
+        return machine["gpu"]
+    return machine["cpu"] + NO_GPU
 
 
 def check_measured(measured: Measured) -> None:
@@ -260,6 +268,8 @@ def main(argv: list[str] | None = None) -> list[Plan]:
     waiting = f"{measured.waiting:.1%} of the time waiting for data"
     devices = f"--devices {measured.devices}"
     print(f"measured: {rate} with {devices} ({measured.machine}), {waiting}")
+    if measured.machine.endswith(NO_GPU) and not args.device.startswith("cpu"):
+        print(f"note: measured without a GPU, so this is no plan for {args.device}s")
     print(
         f"{job.samples:,.0f} samples on {args.device}, in {prices.currency} of", end=" "
     )

@@ -25,7 +25,7 @@ from arguments import add_options
 from checks import check_folder, check_secrets, check_server, check_store
 from command_line import call_at, make_location, run
 from devices import set_devices
-from errors import DataError, program, refuse
+from errors import DataError, print_note, program, refuse
 from options import DeviceOptions, StoreOptions
 from predict.map_store import (
     FILLED,
@@ -35,7 +35,7 @@ from predict.map_store import (
     require,
     write_netcdf,
 )
-from predict.maps import MapDataset, load_model, make_maps
+from predict.maps import OVERLAP, MapDataset, choose_overlap, load_model, make_maps
 from store import FieldReader, Location
 from store_checksum import sha256_of_values
 
@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     hidden = "what is to be filled: what simulated swaths leave out, or what is missing"
     add("--gaps", choices=("swaths", "missing"), default="swaths", help=hidden)
     add("--seed", type=int, default=0, help="decides the simulated swaths")
-    add("--overlap", type=int, default=16, help="cells that neighbouring patches share")
+    add("--overlap", type=int, help=OVERLAP)
     add_options(parser, DeviceOptions)
     add("--output", type=Path, default="outputs/filled.zarr", help="*.zarr or *.nc")
     return parser
@@ -124,7 +124,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     check_folder("--output", str(args.output.parent))
     for name in ("overlap", "seed"):
         value = getattr(args, name)
-        if value < 0:
+        if value is not None and value < 0:
             refuse(f"--{name} {value}: too small; give at least 0")
     set_devices(args)
     return args
@@ -141,7 +141,7 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
         other = replace(location, url=args.training_store)
         training = FieldReader(other, variables, level)
     seed = args.seed if args.gaps == "swaths" else None
-    overlap = args.overlap
+    overlap = choose_overlap(args.overlap, record)
     maps = make_maps(
         reader,
         training,
@@ -152,6 +152,9 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
         seed=seed,
         folder=Path(args.climatology_dir),
     )
+    note = maps.describe_gaps()
+    if note:
+        print_note(note)
     parts = {
         "checkpoint": sha256(args.checkpoint.read_bytes()).hexdigest(),
         "values": sha256_of_values(reader, maps.period),

@@ -1,5 +1,6 @@
 """Whole maps for a trained network: what is known of each, and its gaps filled."""
 
+from calendar import month_name
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import Dataset
 
 from climatology import Climatology
 from data import Grid
-from errors import CheckpointError, DataError
+from errors import CheckpointError, DataError, print_note
 from fields import Period, group_by_unit, split_times
 from model import FillGaps
 from predict.tiles import Tiling
@@ -22,6 +23,7 @@ from survival.checkpoints import find_damage
 from tracking.run_record import Record, RunRecord
 
 SWATH_STREAM = 6  # of random numbers
+OVERLAP = "cells that neighbouring patches share; if not given, 16, or half a patch"
 
 
 class MapFiller(FillGaps):
@@ -73,7 +75,7 @@ class MapDataset(Dataset):
     ):
         self.reader = reader
         self.period = period
-        self.mean = climatology.mean
+        self.climatology = climatology
         self.std = std
         self.tiling = tiling
         self.seed = seed
@@ -92,7 +94,7 @@ class MapDataset(Dataset):
         position = self.period.positions[[number]]
         values = self.reader.read_at_once([{"time": position[0]}])[0]
         check_finite(values[:, None], position, self.reader)
-        mean = self.mean[self.period.months[number]]
+        mean = self.climatology.mean[self.period.months[number]]
         anomaly = (values - mean) / self.std
         seen = ~np.isnan(anomaly).any(axis=0)
         has_mean = ~np.isnan(mean).any(axis=0)
@@ -108,6 +110,19 @@ class MapDataset(Dataset):
         parts = {"values": values, "mean": mean, "seen": seen, "patches": patches}
         return {"number": number, **parts}
 
+    def describe_gaps(self) -> str:
+        """How many cells of each map lack a climatology, by month; "" if none does."""
+        valid = self.climatology.valid.sum()
+        lacking = valid - self.climatology.cells
+        low = []
+        for month in np.unique(self.period.months):
+            if lacking[month]:
+                low.append(f"{month_name[month + 1]} {lacking[month]:,}")
+        if not low:
+            return ""
+        reason = f"cells without a climatology, and so without a value, of {valid:,}"
+        return f"{reason}: {', '.join(low)}"
+
     def swaths(self, position: int) -> np.ndarray:
         """Where a satellite would look at a time of the store, (H, W)."""
         rng = np.random.default_rng((SWATH_STREAM, self.seed, position))
@@ -121,6 +136,16 @@ class MapDataset(Dataset):
         """
         filled = known["mean"] + self.std * self.tiling.join(prediction)
         return np.where(known["seen"], known["values"], filled)
+
+
+def choose_overlap(given: int | None, record: Record) -> int:
+    """The overlap that is given, or else 16, but at most half a patch of the run."""
+    if given is not None:
+        return given
+    half = record["options"]["patch_size"] // 2
+    if half < 16:
+        print_note(f"--overlap {half}: half a patch")
+    return min(16, half)
 
 
 def load_training_climatology(

@@ -18,7 +18,7 @@ from lightning.fabric.strategies import DDPStrategy
 
 from command_line import call_with_store, run
 from errors import print_note
-from options import Options
+from options import PATCH_SIZE, Options
 from preflight.checkpoints import (
     check_start,
     delete_checkpoint,
@@ -28,6 +28,7 @@ from preflight.checkpoints import (
 from preflight.findings import Finding, collect
 from preflight.machine import check_machine
 from preflight.patches import (
+    check_climatology,
     check_values,
     open_and_check,
     patch_bytes,
@@ -46,6 +47,7 @@ from preflight.training import (
     overfit,
 )
 from store import Location
+from survival.resume import Start
 from task import make_data, make_datamodule, make_model
 
 NEEDED = ("store", "memory")  # without these, nothing can be trained
@@ -75,16 +77,19 @@ def check(options: Options, location: Location) -> list[Finding]:
     """All findings, the same on each rank; rank 0 prints them."""
     fabric = launch(options)
     done = collect(fabric, "ranks", check_ranks(fabric, options), UNEXPECTED)
-    options = replace(options, compile=False)
+    given = replace(options, compile=False)
+    # The store is not open yet, and the network is as large with any other patch.
+    options = replace(given, patch_size=given.patch_size or PATCH_SIZE)
     module = make_model(options)
     weights = sum(values.nbytes for values in module.parameters())
     batch = samples_at_once(options, fabric) * patch_bytes(options)
     machine = check_machine(options, fabric.device, 3 * weights, batch)
     done += collect(fabric, "machine", machine, UNEXPECTED)
-    done += check_checkpoints(
-        fabric, options, make_trial(module, fabric, options.learning_rate)
-    )
+    trial = make_trial(module, fabric, options.learning_rate)
+    starts: list[Start] = []
+    done += check_checkpoints(fabric, given, trial, starts)
 
+    options = starts[0].take_over(given) if starts else given
     rates: list[Rate] = []
     store = open_and_check(fabric, options, location, rates)
     done += collect(fabric, "store", store, OTHER_STORE)
@@ -96,11 +101,16 @@ def check(options: Options, location: Location) -> list[Finding]:
     return done + collect(fabric, "training", training, UNEXPECTED)
 
 
-def check_checkpoints(fabric: Fabric, options: Options, trial: Trial) -> list[Finding]:
-    """Where the run would begin; then rank 0 writes a checkpoint, and all restore it."""
+def check_checkpoints(
+    fabric: Fabric, options: Options, trial: Trial, starts: list[Start]
+) -> list[Finding]:
+    """Where the run would begin; then rank 0 writes a checkpoint, and all restore it.
+
+    The start is put into `starts`.
+    """
     place = Location(options.checkpoint_dir, options.endpoint)
     place = replace(place, retry_timeout=RETRY_TIMEOUT)
-    done = collect(fabric, "start", check_start(place, options), OTHER_FOLDER)
+    done = collect(fabric, "start", check_start(place, options, starts), OTHER_FOLDER)
     aside = replace(place, url=f"{place.url}/preflight")  # a run may be writing there
     writing = write_checkpoint(aside, trial) if fabric.is_global_zero else []
     written = collect(fabric, "checkpoint", writing, OTHER_FOLDER)
@@ -116,8 +126,9 @@ def check_training(
     fabric: Fabric, options: Options, location: Location, rates: list[Rate]
 ) -> Iterator[Finding]:
     """The data's values, a batch that is learnt, and whether the loader keeps up."""
-    data = make_data(options, location)
+    options, data = make_data(options, location)
     module = make_datamodule(options, data)
+    yield check_climatology(data)
     values = check_values(module)
     yield values
     if values.is_red:

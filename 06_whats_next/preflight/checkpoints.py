@@ -17,18 +17,24 @@ from preflight.findings import Finding
 from preflight.training import Trial
 from store import Location
 from survival.checkpoints import find_damage, open_checkpoints
-from survival.resume import find_start, refuse_later
+from survival.resume import Start, find_start, refuse_later
 
 NAME = "preflight.ckpt"  # no run takes it for a checkpoint
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def check_start(place: Location, options: Options) -> Iterator[Finding]:
-    """Whether train.py would begin: from the checkpoint that is asked for, or from none."""
+def check_start(
+    place: Location, options: Options, starts: list[Start]
+) -> Iterator[Finding]:
+    """Whether train.py would begin: from the checkpoint that is asked for, or from none.
+
+    Its start is put into `starts`.
+    """
     checkpoints = open_checkpoints(place)
     start = find_start(checkpoints, options.resume, asdict(options))
     if options.resume not in ("last", "auto") and not options.overwrite:
         refuse_later(checkpoints, start.step)
+    starts.append(start)
     yield Finding("start", f"at step {start.step}, of {place.url}")
 
 

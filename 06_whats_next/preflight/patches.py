@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from torch.utils.data import default_collate
 
 from block_loader import BlockLoader, BlockOrder
-from data import Grid, PatchDataset, PatchMaker, Reader
+from data import Data, Grid, PatchDataset, PatchMaker, Reader
 from datamodule import WindDataModule, count_readers
 from fields import split_times
 from model import Batch
@@ -22,6 +22,7 @@ from preflight.memory import Memory, add_up, blocks_waiting, judge_memory
 from preflight.store import RETRY_TIMEOUT, Rate, block_bytes, check_store
 from prices import read_prices
 from store import FieldReader, Location
+from store_defaults import complete
 from task import example_input, make_model
 
 PRICES = Path(__file__).parent.parent / "prices.toml"
@@ -38,6 +39,7 @@ def open_and_check(
     """
     soon = replace(location, retry_timeout=RETRY_TIMEOUT)
     fields = FieldReader(soon, options.variables, options.level).open()
+    options = complete(options, fields)
     sizes = ", ".join(f"{dim} {size}" for dim, size in fields.sizes.items())
     yield Finding("store", f"opens; {sizes}")
     Grid(fields.latitude.values, fields.longitude.values).patch_space(
@@ -102,6 +104,18 @@ def samples_at_once(options: Options, fabric: Fabric) -> int:
 def patch_bytes(options: Options) -> int:
     """A sample in a batch: input, target, unseen and weight, in float32."""
     return 4 * (2 * len(options.variables) + 3) * options.patch_size**2
+
+
+def check_climatology(data: Data) -> Finding:
+    """Red if a month of any period has no climatology at all: all its cells are left out."""
+    shares = data.climatology_shares()
+    worst = min(shares, key=shares.get)
+    text = f"in {worst}, the worst month, {shares[worst]:.1%} of the cells have one"
+    if shares[worst]:
+        return Finding("climatology", text)
+    none = ", ".join(month for month, share in shares.items() if not share)
+    remedy = f"give --train-times that have several years of {none}, or other periods"
+    return Finding("climatology", text, remedy)
 
 
 def check_values(module: WindDataModule) -> Finding:

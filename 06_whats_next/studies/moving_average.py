@@ -73,7 +73,7 @@ class Averages(Callback):
 
 def train_once(options: Options, location: Location) -> list[dict]:
     """A row for each validation of one run."""
-    data = make_data(options, location)
+    options, data = make_data(options, location)
     module = make_datamodule(options, data)
     averages = Averages(module.validation)
     trainer = make_short_trainer(options, averages)

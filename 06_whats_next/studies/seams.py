@@ -12,7 +12,7 @@ import numpy as np
 
 from command_line import run
 from errors import DataError
-from predict.maps import MapDataset, MapFiller, load_model
+from predict.maps import MapDataset, MapFiller, choose_overlap, load_model
 from predict.tiles import Tiling
 from results import save_rows
 from store import Location
@@ -63,7 +63,8 @@ def study(args: argparse.Namespace, location: Location) -> list[dict]:
     print("overlap  patches  largest jump at edges, inside  typical at edges, inside")
     _, record = load_model(args.checkpoint)
     largest = record["options"]["patch_size"] // 2
-    for overlap in sorted({*OVERLAPS, args.overlap}):
+    overlaps = {*OVERLAPS, choose_overlap(args.overlap, record)}
+    for overlap in sorted(overlaps):
         if overlap > largest:
             break
         model, draws = make_draws(args, location, overlap)

@@ -51,7 +51,7 @@ class KeptTrial(FixedTrial):
 def measure(options: Options, params: dict, location: Location) -> dict:
     """The RMSE of a combination at each rung."""
     trial = KeptTrial(params)
-    train_trial(options, make_data(options, location), trial)
+    train_trial(*make_data(options, location), trial)
     return {"what": "trial", **params, "rmse": trial.rmse}
 
 

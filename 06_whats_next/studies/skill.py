@@ -22,9 +22,16 @@ from arguments import add_options
 from checks import check_secrets, check_server, check_store
 from command_line import call_at, make_location, run
 from errors import CheckpointError, refuse
-from evaluation import BASELINE, fills
+from evaluation import NETWORK, fills
 from options import StoreOptions
-from predict.maps import MapDataset, MapFiller, load_model, make_maps
+from predict.maps import (
+    OVERLAP,
+    MapDataset,
+    MapFiller,
+    choose_overlap,
+    load_model,
+    make_maps,
+)
 from results import RESULTS, save_rows
 from store import FieldReader, Location
 
@@ -39,13 +46,18 @@ BASINS = {
     "everywhere": (-90, 90, 0, 360),
 }
 SEASONS = {"DJF": (11, 0, 1), "MAM": (2, 3, 4), "JJA": (5, 6, 7), "SON": (8, 9, 10)}
-NETWORK = "U-Net"
-FILLS = ("climatology", "nearest neighbour", "linear interpolation", BASELINE, NETWORK)
+BASELINES = (
+    "climatology",
+    "nearest neighbour",
+    "linear interpolation",
+    "interpolated anomalies",
+)
+FILLS = (*BASELINES, NETWORK)
 # The colours that the book has for these fills, and a shape for each.
 STYLES = {
     "climatology": {"color": "0.6", "marker": "s", "linestyle": ""},
     "linear interpolation": {"color": "#E69F00", "marker": "^", "linestyle": ""},
-    BASELINE: {"color": "#0072B2", "marker": "D", "linestyle": ""},
+    "interpolated anomalies": {"color": "#0072B2", "marker": "D", "linestyle": ""},
     NETWORK: {"color": "#D55E00", "marker": "o", "linestyle": ""},
 }
 SEASON_COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7")
@@ -140,7 +152,7 @@ def tabulate(
 
 
 def plot_skill(rows: list[dict]) -> Figure:
-    """RMSE by basin, and by how much the network is below the baseline in each season."""
+    """RMSE by basin, and by how much the network is below the best baseline in each season."""
     basins = list(dict.fromkeys(row["basin"] for row in rows))
     figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -157,7 +169,8 @@ def plot_skill(rows: list[dict]) -> Figure:
     left.set(yticks=range(len(basins)), yticklabels=basins, xlabel="RMSE, m/s")
     left.invert_yaxis()
     left.set_xlim(left=0)
-    right.set_xlabel(f"RMSE of the {NETWORK} against {BASELINE}, %")
+    against = " or ".join(sorted({best_baseline(row) for row in rows}))
+    right.set_xlabel(f"RMSE of the {NETWORK} against {against}, %")
     right.axvline(0, color="0.5", linewidth=1)
     for axes in (left, right):
         axes.grid(axis="x", color="0.9")
@@ -166,8 +179,12 @@ def plot_skill(rows: list[dict]) -> Figure:
 
 
 def gain_of(row: dict) -> float:
-    """The network's RMSE over the baseline's, less 1."""
-    return row["rmse"][NETWORK] / row["rmse"][BASELINE] - 1
+    """The network's RMSE over that of the best baseline, less 1."""
+    return row["rmse"][NETWORK] / row["rmse"][best_baseline(row)] - 1
+
+
+def best_baseline(row: dict) -> str:
+    return min(BASELINES, key=row["rmse"].get)
 
 
 def print_skill(rows: list[dict]) -> None:
@@ -176,7 +193,7 @@ def print_skill(rows: list[dict]) -> None:
     for row in rows:
         if row["season"] == "year":
             columns = [f"{row['rmse'][name]:{len(name)}.3f}" for name in FILLS]
-            gain = f"{gain_of(row):+.1%}"
+            gain = f"{gain_of(row):+.1%} against {best_baseline(row)}"
             print("  ".join([row["basin"].ljust(22), *columns, gain]))
 
 
@@ -188,7 +205,7 @@ def parse_study(summary: str, argv: list[str] | None) -> argparse.Namespace:
     add_options(parser, StoreOptions)
     times = "dates or years; if not given, those of the run's test"
     add("--times", nargs=2, metavar=("FIRST", "LAST"), help=times)
-    add("--overlap", type=int, default=16, help="cells that neighbouring patches share")
+    add("--overlap", type=int, help=OVERLAP)
     add("--draws", type=int, default=4, help="how often swaths are drawn for a map")
     add("--save-results", action="store_true", help="write results/")
     args = parser.parse_args(argv)
@@ -196,18 +213,20 @@ def parse_study(summary: str, argv: list[str] | None) -> argparse.Namespace:
     check_store("--store", args.store)
     check_server(args)
     for name, least in {"draws": 1, "overlap": 0}.items():
-        if getattr(args, name) < least:
-            refuse(f"--{name} {getattr(args, name)}: give at least {least}")
+        value = getattr(args, name)
+        if value is not None and value < least:
+            refuse(f"--{name} {value}: give at least {least}")
     args.command = shlex.join(sys.argv[1:] if argv is None else argv)
     return args
 
 
 def make_draws(
-    args: argparse.Namespace, location: Location, overlap: int
+    args: argparse.Namespace, location: Location, overlap: int | None
 ) -> tuple[MapFiller, list[MapDataset]]:
     """The network, and the maps of its test with several draws of swaths."""
     model, record = load_model(args.checkpoint)
     options = record["options"]
+    overlap = choose_overlap(overlap, record)
     reader = FieldReader(location, options["variables"], options["level"])
     times = args.times or options["test_times"]
     draws = []

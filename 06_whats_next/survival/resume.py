@@ -1,15 +1,15 @@
 """Where a run begins: at step 0, or at the newest checkpoint that is whole and its own."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 
 import torch
 from torch import distributed
 
-from arguments import require_same
+from arguments import require_same, take_over
 from block_loader import Window, batch_number
 from errors import CheckpointError, DataError, first_line, print_note
-from options import RESUME_KEYS
+from options import RESUME_KEYS, STORE_DEFAULTS, Options
 from store import Location
 from survival.checkpoints import (
     STORE_ERRORS,
@@ -40,6 +40,16 @@ class Start:
     def log(self) -> str:
         """Its folder of logs, below the output folder."""
         return f"resumed_at_{self.step}" if self.name else ""
+
+    def take_over(self, options: Options) -> Options:
+        """The options; what is not given, and depends on the store, as in the run so far.
+
+        The store may have grown since then.
+        """
+        if not self.record:
+            return options
+        before = self.record["options"]
+        return Options(**take_over(STORE_DEFAULTS, before, asdict(options)))
 
 
 def find_start(folder: Checkpoints, resume: str | None, options: dict) -> Start:
@@ -112,7 +122,8 @@ def make_start(name: str, saved: dict, options: dict) -> Start:
             remedy = "give one that this chapter wrote"
             raise CheckpointError(f"has no state of {callback}; {remedy}")
     record = states["RunRecord"]
-    require_same(RESUME_KEYS, record["options"], options)
+    now = take_over(STORE_DEFAULTS, record["options"], options)
+    require_same(RESUME_KEYS, record["options"], now)
     skipped = tuple(Window(*window) for window in states["StepBoundary"]["skipped"])
     return Start(
         step=saved["global_step"],

@@ -25,7 +25,7 @@ from block_loader import Window
 from checks import check_folder
 from config_file import make_flags
 from errors import CheckpointError, print_note, refuse
-from options import Options
+from options import STORE_DEFAULTS, Options
 from results import describe_machine, list_versions
 
 HERE = Path(__file__).parent.parent  # the chapter's folder
@@ -162,7 +162,7 @@ def repeatable(record: Record) -> dict:
 
 def command_of(record: Record) -> str:
     """The command line that repeats a run, without what is a default."""
-    defaults = vars(Options())
+    defaults = vars(Options()) | STORE_DEFAULTS
     declared = {field.name: field for field in fields(Options)}
     words = ["uv", "run", "python", "train.py"]
     for name, value in repeatable(record).items():

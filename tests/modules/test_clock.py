@@ -1,6 +1,7 @@
 """How fast a run is, and how long it waits for data."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from types import SimpleNamespace
 
 import clock
@@ -17,10 +18,13 @@ TIMES = {  # seconds of each wait and each work, micro-batches of a step, sample
 
 @pytest.mark.parametrize("case", TIMES)
 def test_speed_is_that_of_all_steps_but_the_first(case: str, monkeypatch) -> None:
-    """Without the 100 s of a validation after each batch."""
+    """Without the 100 s of a validation after each batch. Before the first step is the start of the process."""
     waits, works, accumulate, speed = TIMES[case]
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+    # The process began 50 s ago.
+    monkeypatch.setattr(clock, "time", lambda: clock.Process().create_time() + 50 + now[0])
+    monkeypatch.setattr(clock, "startup_seconds", lru_cache(clock.startup_seconds.__wrapped__))
 
     class Slow(IterableDataset):
         def __iter__(self) -> Iterator[int]:
@@ -33,9 +37,12 @@ def test_speed_is_that_of_all_steps_but_the_first(case: str, monkeypatch) -> Non
     watch = clock.StepClock()
     watch.on_train_start(trainer, None)
     for work, _ in zip(works, loader):
+        watch.on_train_batch_start(trainer, None, None, 0)
         now[0] += work
         watch.on_train_batch_end(trainer, None, None, None, 0)
         now[0] += 100
         watch.on_validation_end(trainer, None)
     expected = dict(zip(("samples_per_second", "data_wait_share"), speed)) if speed else {}
+    if works:
+        expected["startup_seconds"] = 50 + waits[0]
     assert watch.throughput(8) == pytest.approx(expected)

@@ -99,3 +99,21 @@ def test_workers_change_no_batch_and_read_blocks_as_often_as_the_note_says(
         assert f"with --num-workers {workers} each block is read {readers} times" in note
         assert f"with --num-workers {fewer} it is read once" in note
     assert count_readers(fewer, accumulate * slots // 8) == 1
+
+
+@pytest.mark.parametrize(
+    ("blocks", "remedy"),
+    [(31, "give --shuffle-slots 24, or"), (5, "give a store of smaller chunks"), (32, "")],
+)
+def test_more_slots_than_blocks_are_said_with_the_samples_of_an_epoch(
+    blocks: int, remedy: str, capsys
+) -> None:
+    """Once, not by each rank."""
+    order = make_order(blocks=blocks, batch_size=8, slots=32, patches_per_block=3)
+    for rank in (0, 1):
+        make_loader(Numbers(order), 4, place=(rank, 2))
+    note = capsys.readouterr().err
+    assert note.count("\n") == (remedy != "")
+    if remedy:
+        assert f"{blocks} blocks for --shuffle-slots 32" in note
+        assert f"an epoch has {3 * blocks} samples; {remedy}" in note

@@ -10,10 +10,10 @@ import task
 import torch
 import xarray as xr
 from datamodule import WindDataModule
-from evaluation import BASELINE
 from made_up_winds import flags_for, make_winds, with_land, write
 from store import Location
 
+ANOMALIES = "interpolated anomalies"
 pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
 
 
@@ -31,7 +31,7 @@ def make_datamodule(store: Path, names: tuple[str, ...], *flags: object) -> Wind
     """The data module that train.py makes of a store."""
     kept = ["--climatology-dir", store.parent / "kept"]
     parsed = options.parse_options("", flags_for(store, *kept, *flags, variables=names))
-    return task.make_datamodule(parsed, task.make_data(parsed, Location(str(store))))
+    return task.make_datamodule(*task.make_data(parsed, Location(str(store))))
 
 
 VALIDATED, TESTED = [11, 17, 19], [28, 15, 4]  # positions of the first times that judge, in their years
@@ -59,7 +59,7 @@ def test_every_run_is_judged_on_the_same_patches(store: Path) -> None:
 def test_baselines_are_those_of_a_plain_sum(store: Path) -> None:
     """In the unit of two of three variables, and by the weights of cells."""
     dataset = make_datamodule(store, ("temperature", "v", "u"), "--eval-samples", 12).test
-    squares = dict.fromkeys(("climatology", "nearest neighbour", "linear interpolation", BASELINE), 0)
+    squares = dict.fromkeys(("climatology", "nearest neighbour", "linear interpolation", ANOMALIES), 0)
     weights = 0
     for k in range(12):
         sample, mean = dataset[0, k], dataset.maker.monthly_mean(dataset.patch(0, k))
@@ -85,7 +85,7 @@ def test_a_patch_of_which_too_few_cells_are_seen_is_filled_from_the_nearest(cell
     np.testing.assert_array_equal(found["climatology"], mean[:, ~seen])
     np.testing.assert_array_equal(found["linear interpolation"], found["nearest neighbour"])
     of_anomalies = evaluation.fills(0 * mean, anomaly, seen, ~seen)["nearest neighbour"]
-    np.testing.assert_allclose(found[BASELINE], mean[:, ~seen] + of_anomalies)
+    np.testing.assert_allclose(found[ANOMALIES], mean[:, ~seen] + of_anomalies)
     if not cells:
         np.testing.assert_array_equal(found["nearest neighbour"], mean[:, ~seen])
         return
@@ -102,11 +102,11 @@ def test_each_baseline_is_exact_where_it_should_be() -> None:
     slope, flat = np.linspace(0, 10, 16)[:, None] + 0 * rough, np.ones_like(rough)
     linear, nearest = "linear interpolation", "nearest neighbour"
     for mean, anomaly, expected in (
-        (rough, 0 * rough, {"climatology", BASELINE}),
-        (rough, flat, {BASELINE}),
-        (rough, slope, {BASELINE}),
-        (slope, 2 * slope, {linear, BASELINE}),
-        (3 * flat, flat, {nearest, linear, BASELINE}),
+        (rough, 0 * rough, {"climatology", ANOMALIES}),
+        (rough, flat, {ANOMALIES}),
+        (rough, slope, {ANOMALIES}),
+        (slope, 2 * slope, {linear, ANOMALIES}),
+        (3 * flat, flat, {nearest, linear, ANOMALIES}),
         (flat, rough, set()),
     ):
         truth = (mean + anomaly)[:, ~seen]
@@ -152,3 +152,22 @@ def test_the_example_shows_truth_swaths_fill_and_error(names: tuple, unit: str, 
         assert axes.xaxis.get_major_formatter()(270, 0) == "90 °W"
         assert axes.yaxis.get_major_formatter()(-30, 0) == "30 °S"
     assert [axes.get_ylabel() for axes in figure.axes if not axes.get_title()] == [unit] * 4
+
+
+@pytest.mark.parametrize("units", [("m/s",), ("m/s", "K")])
+def test_the_network_is_compared_with_the_best_baseline_of_each_unit(units: tuple[str, ...], capsys) -> None:
+    """By name, also where that is the climatology."""
+    rows = {
+        "climatology": (2.0, 0.8),
+        "linear interpolation": (1.9, 0.5),
+        ANOMALIES: (1.6, 1.0),
+        "U-Net": (1.2, 0.75),
+    }
+    rmse = {name: dict(zip(units, row)) for name, row in rows.items()}
+    metrics = {"rmse": rmse, "steps": 4, "seconds": 1, "peak_memory_gb": 1}
+    evaluation.print_summary(metrics, ["1991", "1992"], Path("fill.png"))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "against" in line]
+    expected = ["against interpolated anomalies -25.0% m/s", "against linear interpolation +50.0% K"]
+    if len(units) == 1:
+        expected = ["against interpolated anomalies -25.0%"]
+    assert [" ".join(line) for line in lines] == expected

@@ -129,6 +129,30 @@ def test_a_plan_is_added_up_from_what_was_measured_and_the_prices(finished: list
     assert spot.interval_minutes < on_demand.interval_minutes
 
 
+@pytest.mark.parametrize(
+    ("gpu", "accelerator", "device", "said"),
+    [
+        (None, "auto", "small", True),
+        ("a GPU", "cpu", "small", True),
+        ("a GPU", "auto", "small", False),
+        (None, "auto", "cpu", False),
+    ],
+)
+def test_a_plan_for_a_gpu_from_a_run_on_a_cpu_says_so(
+    gpu: str | None, accelerator: str, device: str, said: bool, finished: list[str], tmp_path: Path, capsys
+) -> None:
+    record = json.loads((tmp_path / "record.json").read_text())
+    record["machine"]["gpu"] = gpu
+    record["options"]["accelerator"] = accelerator
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    prices = tmp_path / "prices.toml"
+    prices.write_text(prices.read_text().replace("pair =", "cpu ="))
+    plan.main([*finished, "--device", device, "--samples", "1e6"])
+    printed = capsys.readouterr().out
+    assert ("note: measured without a GPU" in printed) == said
+    assert ("(a GPU)" in printed) == (gpu is not None and not said)
+
+
 def test_machines_are_paid_as_a_whole_and_stop_one_by_one(finished: list[str]) -> None:
     plans = plan.main([*finished, *"--device pair --samples 1e8 --devices 1 3 12".split()])
     paid = {(one.market, one.devices): one.device_cost / one.hours for one in plans}

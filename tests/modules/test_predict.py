@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from predict.maps import choose_overlap
 from predict.tiles import Tiling
 
 
@@ -17,3 +18,14 @@ def test_a_map_that_is_cut_and_joined_is_the_map(height: int, size: int, overlap
         columns = np.append(columns, 72)
     assert (columns[-1] + size > 72) == wraps
     assert (np.diff(columns) <= size - overlap).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "overlap"), [(None, 64, 16), (None, 20, 10), (0, 20, 0), (11, 20, 11)]
+)
+def test_patches_share_16_cells_or_half_a_patch_or_what_is_given(
+    given: int | None, size: int, overlap: int, capsys
+) -> None:
+    """11 of 20 are refused later, by name."""
+    assert choose_overlap(given, {"options": {"patch_size": size}}) == overlap
+    assert ("note: --overlap 10" in capsys.readouterr().out) == (given is None and size == 20)

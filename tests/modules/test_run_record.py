@@ -10,7 +10,7 @@ import made_up_winds
 import pytest
 from errors import CheckpointError
 from fields import split_times
-from options import make_parser, parse_options
+from options import STORE_DEFAULTS, make_parser, parse_options
 from store import FieldReader, Location
 from store_checksum import identify_data
 from tracking import run_record
@@ -34,6 +34,15 @@ def test_the_command_line_of_a_record_gives_its_options(record: Record) -> None:
     for name, value in run_record.repeatable(record).items():
         assert again[name] == value, name
     assert "--patches-per-block" not in command  # a default
+
+
+def test_periods_are_kept_for_a_repetition_and_not_typed_if_they_are_the_books(record: Record) -> None:
+    """Those that were chosen to fit the store are: it may have grown."""
+    record["options"] |= STORE_DEFAULTS | {"test_times": ["1992-03-01", "1992-12-31"]}
+    assert run_record.repeatable(record)["train_times"] == STORE_DEFAULTS["train_times"]
+    command = run_record.command_of(record)
+    assert "--test-times 1992-03-01 1992-12-31" in command
+    assert "--train-times" not in command and "--patch-size" not in command
 
 
 def test_two_records_are_compared_and_what_is_no_record_is_refused(record: Record, tmp_path: Path) -> None:

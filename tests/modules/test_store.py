@@ -63,7 +63,7 @@ def make_data(path: Path, *flags: object) -> WindDataModule:
     """What train.py makes of a store; climatologies are kept beside it."""
     kept = ("--climatology-dir", path.parent / "kept")
     options = parse_options("", flags_for(path, *kept, *flags))
-    return task.make_datamodule(options, task.make_data(options, make_location(options)))
+    return task.make_datamodule(*task.make_data(options, make_location(options)))
 
 
 # ------------------------------------------------------------------------------ the reader
@@ -226,7 +226,7 @@ def test_missing_chunks_are_counted_and_printed(winds: xr.Dataset, tmp_path: Pat
     write(path, levels.assign_coords(time=time), (1, 1, ROWS, COLUMNS), **packing)
     flags = flags_for(path, "--level", 850, "--missing", "mask", "--climatology-dir", tmp_path / "kept")
     options = parse_options("", flags)
-    made = task.make_datamodule(options, task.make_data(options, make_location(options)))
+    made = task.make_datamodule(*task.make_data(options, make_location(options)))
     judged = [each.maker.period.positions[each.patch(0, 0).time] for each in (made.validation, made.test)]
     shutil.rmtree(tmp_path / "kept")  # the climatology of the store when it was whole
     for lost in (0, 40, 70, *judged):  # the first three are to train on

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -75,12 +76,41 @@ def test_a_search_with_other_flags_is_refused(options: Options, tmp_path: Path, 
         assert next(iter(change)).replace("_", "-") in capsys.readouterr().err
 
 
+def test_a_search_goes_on_with_the_periods_that_it_began_with_when_the_store_has_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    winds = make_winds()[["u", "v"]]
+    store = write(tmp_path / "grows.zarr", winds.isel(time=slice(120)))
+    flags = ["--store", store, "--variables", "u", "v", "--output-dir", tmp_path / "run"]
+    flags += ["--climatology-dir", tmp_path / "kept"]
+    options = parse_options("", list(map(str, flags)))
+    started = []
+
+    class Here:
+        """A process that only notes with which options it was started."""
+
+        __enter__, __exit__ = lambda self: self, lambda self, *_: None
+
+        def submit(self, call, trials, *_) -> Future:
+            started.append(trials.args[1])
+            done = Future()
+            done.set_result(None)
+            return done
+
+    monkeypatch.setattr(tune, "start_processes", lambda number: Here())
+    for times in (slice(0), slice(120, None)):
+        winds.isel(time=times).to_zarr(store, append_dim="time", consolidated=True)
+        tune.tune(tune.Search(tmp_path, "random", "none", 1, 1), options, make_location(options))
+    assert started[0] == started[1]
+    assert (started[0].test_times, started[0].patch_size) == (["1984-12-16", "1985-04-05"], 20)
+
+
 @pytest.mark.parametrize(("batch_size", "samples"), [(4, 96), (32, 256)])  # at least a step a rung
 def test_each_trial_trains_on_as_many_samples_and_is_judged_as_often(
     options: Options, batch_size: int, samples: int
 ) -> None:
     trial = search_check.KeptTrial({"learning_rate": 1e-3, "batch_size": batch_size, "padding": "zeros"})
-    rmse = tune.train_trial(options, tune.task.make_data(options, make_location(options)), trial)
+    rmse = tune.train_trial(*tune.task.make_data(options, make_location(options)), trial)
     assert len(trial.rmse) == tune.RUNGS
     assert trial.rmse[-1] == rmse
     assert trial.user_attrs["samples"] == samples

@@ -54,7 +54,7 @@ def make_data(folder: Path) -> Callable:
         location = Location(str(store))
         if endpoint:
             location = Location(f"s3://winds/{layout}", endpoint, anonymous=True)
-        return task.make_datamodule(parsed, task.make_data(parsed, location))
+        return task.make_datamodule(*task.make_data(parsed, location))
 
     return call
 

@@ -1,0 +1,75 @@
+"""Defaults that depend on the store: the periods, and the size of a patch."""
+
+from dataclasses import replace
+
+import numpy as np
+import xarray as xr
+
+from arguments import flag_of
+from errors import DataError, print_note
+from fields import split_times
+from options import PATCH_SIZE, STORE_DEFAULTS, Options
+
+PERIODS = ("train_times", "validation_times", "test_times")
+# Why a default is not that of STORE_DEFAULTS.
+REASONS = {
+    "train_times": "the first 80% of the store's dates",
+    "validation_times": "the next 10% of the store's dates",
+    "test_times": "the last 10% of the store's dates",
+    "patch_size": "the largest that fits the store's grid",
+}
+
+
+def complete(options: Options, fields: xr.Dataset) -> Options:
+    """The options, and for each that is not given the default, or what fits the store."""
+    split_times(fields.time, {})  # DataError unless they are dates
+    missing = [name for name in STORE_DEFAULTS if getattr(options, name) is None]
+    chosen = {name: STORE_DEFAULTS[name] for name in missing}
+    periods = [name for name in PERIODS if name in missing]
+    if not has_years(fields.time, [chosen[name] for name in periods]):
+        split = split_dates(fields.time)
+        chosen |= {name: split[name] for name in periods}
+    if "patch_size" in missing:
+        chosen["patch_size"] = choose_patch_size(fields)
+    return replace(options, **chosen)
+
+
+def has_years(time: xr.DataArray, spans: list[list[str]]) -> bool:
+    """Whether there are times in each year of these spans."""
+    years = set(time.dt.year.values.tolist())
+    for first, last in spans:
+        if not years.issuperset(range(int(first[:4]), int(last[:4]) + 1)):
+            return False
+    return True
+
+
+def split_dates(time: xr.DataArray) -> dict[str, list[str]]:
+    """The first 80% of the dates, the next 10% and the last 10%. No date is divided."""
+    dates = np.unique(time.dt.floor("D"))
+    tenth = max(1, round(len(dates) / 10))
+    ends = [0, len(dates) - 2 * tenth, len(dates) - tenth, len(dates)]
+    if ends[1] < 1:
+        remedy = "give a store of at least three dates"
+        raise DataError(f"--train-times: there are {len(dates)} dates; {remedy}")
+    spans = {}
+    for name, start, stop in zip(PERIODS, ends, ends[1:]):
+        first = str(dates[start])[:10]
+        last = str(dates[stop - 1])[:10]
+        spans[name] = [first, last]
+    return spans
+
+
+def choose_patch_size(fields: xr.Dataset) -> int:
+    """The default, or the largest multiple of 4 that fits; at least 16."""
+    shortest = min(fields.latitude.size, fields.longitude.size)
+    return max(16, min(PATCH_SIZE, shortest // 4 * 4))
+
+
+def print_defaults(given: Options, options: Options) -> None:
+    """A note for each option that was not given and was chosen to fit the store."""
+    for name, default in STORE_DEFAULTS.items():
+        value = getattr(options, name)
+        if getattr(given, name) is not None or value == default:
+            continue
+        words = " ".join(value) if name in PERIODS else value
+        print_note(f"{flag_of(name)} {words}: {REASONS[name]}")
