@@ -25,7 +25,7 @@ from studies import search_check
 def flags(tmp_path: Path) -> list[str]:
     """Of 96 samples: three steps of 4 samples in each of eight rungs."""
     store = write(tmp_path / "winds.zarr", make_winds())
-    places = ["--output-dir", tmp_path / "run", "--climatology-dir", tmp_path / "kept"]
+    places = ["--output-dir", tmp_path / "run"]
     sizes = ["--accelerator", "cpu", "--max-steps", 24, "--patches-per-block", 2, "--eval-samples", 8]
     return flags_for(store, *sizes, *places)
 
