@@ -7,12 +7,11 @@ import pickle
 import re
 import shutil
 import sys
-import threading
 import urllib.request
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import book
@@ -625,12 +624,8 @@ def web(folder: Path, fields: tuple):
             asked.append(self.requestline)
 
     handler = partial(Handler, directory=folder / "winds")
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
-        server.shutdown()
-        thread.join()
+    with buckets.serving_files(handler) as address:
+        yield address, asked
 
 
 def test_a_web_server_serves_a_store(web: tuple, folder: Path) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +21,9 @@ import store
 import store_climatology
 import torch
 import xarray as xr
+from buckets import serving_files
 from errors import DataError
-from made_up_winds import COLUMNS, DIMS, ROWS, flags_for, make_datamodule, write
+from made_up_winds import COLUMNS, DIMS, MAP, ROWS, flags_for, make_datamodule, write
 from options import parse_options
 from store import FieldReader, Location
 
@@ -205,6 +206,23 @@ def test_a_sparse_store_is_read_with_the_flag_and_is_refused_without(
         np.testing.assert_allclose(found, dry[name], rtol=0, atol=0.00051 if "dtype" in encoding else 0)
 
 
+@pytest.mark.parametrize(
+    ("fill", "message"),
+    [(None, "v/3.0.0: this chunk is missing"), (np.float32(np.nan), "NaN: a value or a chunk")],
+)
+def test_a_missing_chunk_of_zarr_format_2_is_refused(
+    fill: float | None, message: str, winds: xr.Dataset, tmp_path: Path
+) -> None:
+    """Where it would read as 0, because the store names no fill value, and where it reads as NaN."""
+    path = tmp_path / "store"
+    encoding = {name: {"chunks": MAP, "_FillValue": fill} for name in winds}
+    winds.to_zarr(path, zarr_format=2, encoding=encoding, consolidated=True)
+    made = make_datamodule(flags_for(path))
+    (path / "v/3.0.0").unlink()
+    with pytest.raises(DataError, match=f"v o[fn] 1982-01-31T00:00: {message}"):
+        made.blocks.make_batch(made.blocks.read_block(3, np.random.default_rng(0)))
+
+
 def test_missing_chunks_are_counted_and_printed(winds: xr.Dataset, tmp_path: Path) -> None:
     """In a run on a store that is strange in every way. Each is counted once: an epoch reads all training times."""
     gappy = made_up_winds.with_moving_gaps(winds)
@@ -286,13 +304,8 @@ class Handler(SimpleHTTPRequestHandler):
 def server(folder: Path) -> Iterator[SimpleNamespace]:
     """Its address, what it was asked for, whether that was signed, and how often each path breaks off."""
     server = SimpleNamespace(asked=[], signed=[], cuts=Counter())
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, server, directory=folder)) as http:
-        server.address = f"http://127.0.0.1:{http.server_port}"
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving_files(partial(Handler, server, directory=folder)) as server.address:
         yield server
-        http.shutdown()
-        thread.join()
 
 
 @pytest.fixture
