@@ -251,6 +251,7 @@ FAULTS = {
     "double_precision": _use_double_precision,
     "kill_with_checkpoints": _kill_with_checkpoints,
     "kill_between_map_and_flags": partial(_between_map_and_flags, _kill_self),
+    "terminate_between_map_and_flags": partial(_between_map_and_flags, _terminate_self),
     "limit_files": _limit_files,
     "other_version": _other_version,
     "spoil_gradient": _spoil_gradient,
