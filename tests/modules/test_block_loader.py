@@ -152,7 +152,7 @@ def wait_for_threads() -> Iterator[Callable]:
         (4, 8, 3, 4, 3, 1),
         (4, 4, 1, 1, 1, 1),
         (2, 8, 2, 16, 16, 1),
-        *((8, 32, 8, 16, 16, workers) for workers in (1, 2, 3)),
+        *((8, 32, 8, 16, 16, n) for n in (1, 2, 3)),
     ],
 )
 def test_no_more_is_read_ahead_and_held_than_is_said(

@@ -265,14 +265,10 @@ class Block:
         return n
 
 
-@pytest.mark.parametrize(
-    ("slots", "ranks", "per_block", "workers"),
-    [(64, 1, 1, 0), (256, 2, 8, 0), (256, 1, 8, 4), (256, 1, 8, 3)],
-)
-def test_the_loader_holds_no_more_blocks_than_are_counted(
-    slots: int, ranks: int, per_block: int, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("case", [(64, 1, 1, 0), (256, 2, 8, 0), (256, 1, 8, 4), (256, 1, 8, 3)])
+def test_the_loader_holds_no_more_blocks_than_are_counted(case: tuple, monkeypatch) -> None:
     """Blocks that are alive while a rank goes through the whole of two rounds and more, in all of its workers."""
+    slots, ranks, per_block, workers = case
     monkeypatch.setattr(block_loader, "ThreadPoolExecutor", AtOnce)
     order = BlockOrder(10_000, 64, slots=slots, patches_per_block=per_block, seed=0)
     most = 0
