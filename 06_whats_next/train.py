@@ -33,7 +33,7 @@ from options import Options
 from store import Location
 from survival.best import BestCheckpoint
 from survival.boundary import EXIT_LOST, StepBoundary, Stopped
-from survival.checkpoints import BackgroundWriter, Checkpoints, open_checkpoints
+from survival.checkpoints import BackgroundWriter, open_checkpoints
 from survival.heartbeat import Heartbeat, is_lost_rank, name_lost_rank
 from survival.preemption import Preemption
 from survival.recovery import BadLoss, LossHistory
@@ -94,7 +94,7 @@ def run_from(
     start: Start,
     data: Any,
     options: Options,
-    checkpoints: Checkpoints,
+    writer: BackgroundWriter,
     preemption: Preemption,
     began: float,
 ) -> dict:
@@ -115,9 +115,6 @@ def run_from(
         check_record(start.record, record)
     datamodule = task.make_datamodule(options, data, start.step, start.skipped)
     model = task.make_model(options, data)
-    writer = BackgroundWriter(
-        checkpoints, options.keep, start.checkpoint, task.HIGHER_IS_BETTER
-    )
     boundary = StepBoundary(
         writer,
         preemption,
@@ -149,7 +146,7 @@ def run_from(
     ]
     trainer = make_trainer(options, callbacks, start, writer)
     if trainer.is_global_zero:
-        delete_later(checkpoints, start.step)
+        delete_later(writer.folder, start.step)
         write_record(record, folder / start.log)
 
     trainer.fit(model, datamodule=datamodule, ckpt_path=start.name)
@@ -180,11 +177,26 @@ def summarize(options: Options, start: Start, clock: StepClock) -> dict:
 
 @record  # torchrun then reports the first error of all ranks
 def train(options: Options, location: Location) -> dict:
-    """Train to the end, going back to a checkpoint whenever a loss is bad."""
+    """Train to the end, unless something asks the run to stop or a rank is lost."""
     began = perf_counter()
     folder = Path(options.output_dir)
     gc.freeze()  # else the collector stops all reads for 0.4 s to look at modules
     preemption = Preemption(folder, options.max_hours, options.spot)
+    try:
+        return train_and_recover(options, location, preemption, began)
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        print(f"\n{name_lost_rank(folder)}; --resume auto goes on", file=sys.stderr)
+        raise Stopped(EXIT_LOST) from error
+    finally:
+        preemption.close()
+
+
+def train_and_recover(
+    options: Options, location: Location, preemption: Preemption, began: float
+) -> dict:
+    """Begin where --resume says, and go back to a checkpoint whenever a loss is bad."""
     place = Location(options.checkpoint_dir, options.endpoint)
     checkpoints = open_checkpoints(replace(place, retry_timeout=options.retry_timeout))
     start = find_start(checkpoints, options.resume, asdict(options))
@@ -192,17 +204,16 @@ def train(options: Options, location: Location) -> dict:
         refuse_later(checkpoints, start.step)
     options = start.take_over(options)
     options, data = task.make_data(options, location)
-    try:
-        while True:
-            try:
-                return run_from(start, data, options, checkpoints, preemption, began)
-            except BadLoss as bad:
-                start = skip_batches(bad, start, checkpoints, asdict(options))
-    except RuntimeError as error:
-        if not is_lost_rank(error):
-            raise
-        print(f"\n{name_lost_rank(folder)}; --resume auto goes on", file=sys.stderr)
-        raise Stopped(EXIT_LOST) from error
+    higher_is_better = task.HIGHER_IS_BETTER
+    while True:
+        resumed = start.checkpoint
+        writer = BackgroundWriter(checkpoints, options.keep, resumed, higher_is_better)
+        try:
+            return run_from(start, data, options, writer, preemption, began)
+        except BadLoss as bad:
+            start = skip_batches(bad, start, checkpoints, asdict(options))
+        finally:
+            writer.close()
 
 
 def main(argv: list[str] | None = None) -> dict:

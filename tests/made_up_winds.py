@@ -57,6 +57,16 @@ def write(path: Path, winds: xr.Dataset, chunks: tuple[int, ...] = MAP, **encodi
 
 
 def flags_for(store: Path, *flags: object, variables: tuple[str, ...] = ("u", "v")) -> list[str]:
-    """The flags with which train.py reads such a store, and these."""
-    sizes = ["--patch-size", SIZE, "--batch-size", 4]
-    return [str(flag) for flag in ("--store", store, "--variables", *variables, *SPANS, *sizes, *flags)]
+    """The flags with which train.py reads such a store, keeping climatologies beside it, and these."""
+    names = ["--store", store, "--variables", *variables, "--climatology-dir", store.parent / "kept"]
+    return [str(flag) for flag in (*names, *SPANS, "--patch-size", SIZE, "--batch-size", 4, *flags)]
+
+
+def make_datamodule(flags: list[object]):
+    """What train.py makes of these flags, by the modules of the chapter whose files can be imported."""
+    import task
+    from command_line import make_location
+    from options import parse_options
+
+    options = parse_options("a test", [str(flag) for flag in flags])
+    return task.make_datamodule(*task.make_data(options, make_location(options)))

@@ -1,5 +1,8 @@
 """Blocks without data, to test the block loader with: a sample says which it is."""
 
+from collections.abc import Callable
+from concurrent.futures import Future
+
 import numpy as np
 from block_loader import BlockLoader, BlockOrder
 
@@ -47,3 +50,18 @@ class Numbers:
         """The batches as the order defines them, without a loader."""
         addresses = [[self.order.address(step, k) for step, k in batch] for batch in batches]
         return [[(*self.key(read), n) for read, n in batch] for batch in addresses]
+
+
+class AtOnce:
+    """In the place of threads: a block is read when its read is submitted."""
+
+    def __init__(self, threads: int):
+        pass
+
+    def submit(self, read_block: Callable, *given) -> Future:
+        future = Future()
+        future.set_result(read_block(*given))
+        return future
+
+    def shutdown(self, **how: bool) -> None:
+        pass

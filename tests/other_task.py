@@ -7,12 +7,13 @@ frozen layer and a score that is better when higher, and some that a run cannot 
 
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 from clock import TimedLoader
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from steps import StepSampler
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -34,7 +35,8 @@ class Points(Dataset):
 class PointsModule(LightningDataModule):
     def __init__(self, options: dict, first_step: int):
         super().__init__()
-        self.save_hyperparameters(options, logger=False)
+        unreadable = {"folder": Path("data")} if KIND == "unreadable data" else {}
+        self.save_hyperparameters(options | unreadable, logger=False)
         if KIND != "no first step":
             self.first_step = first_step
         self.begin = first_step
@@ -80,6 +82,8 @@ class Classifier(LightningModule):
         if self.trainer.training:
             self.calls = self.calls + 1
         scores = self.rest(self.first(points - self.centre))
+        if KIND == "no gradient" and not self.training:
+            return scores.detach()
         return {"scores": scores} if KIND == "dict" else scores
 
     def look(self, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +108,8 @@ class Classifier(LightningModule):
         _, right = self.look(batch)
         self.log("accuracy", right, sync_dist=True)
         if KIND != "nameless score":
-            self.log("error", 1 - right, sync_dist=True)
+            error = right / 0 if KIND == "endless score" else 1 - right
+            self.log("error", error, sync_dist=True)
 
     test_step = validation_step
 
@@ -112,9 +117,16 @@ class Classifier(LightningModule):
         if KIND == "two optimizers":
             return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.first, self.rest)]
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
         if KIND == "schedule by epoch":
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-        return optimizer
+            return [optimizer], [schedule]
+        if KIND == "ReduceLROnPlateau":
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        elif KIND == "unreadable schedule":
+            schedule.folder = Path("data")
+        elif KIND == "unreadable optimizer":
+            optimizer.param_groups[0]["folder"] = Path("data")
+        return [optimizer], [{"scheduler": schedule, "interval": "step", "monitor": LOSS}]
 
     def on_train_end(self) -> None:
         folder = self.trainer.datamodule.hparams.output_dir
@@ -130,14 +142,16 @@ def describe_data(data) -> dict[str, str]:
 
 
 def make_datamodule(options, data, first_step: int = 0, skipped: tuple = ()) -> PointsModule:
+    if KIND in ("val_dataloader", "test_dataloader"):
+        delattr(PointsModule, KIND)
     return PointsModule(asdict(options), first_step)
 
 
 def make_model(options, data) -> Classifier:
     if KIND == "late hook":
         Classifier.on_train_batch_end = lambda self, outputs, batch, batch_idx: None
-    if KIND == "no test":
-        del Classifier.test_step
+    if KIND in ("validation_step", "test_step"):
+        delattr(Classifier, KIND)
     return Classifier()
 
 
@@ -150,7 +164,8 @@ def closer_look(options, data) -> None:
 
 
 def make_callbacks() -> list:
-    return [ModelCheckpoint()] if KIND == "ModelCheckpoint" else []
+    found = {"ModelCheckpoint": ModelCheckpoint, "EarlyStopping": partial(EarlyStopping, "error")}
+    return [found[KIND]()] if KIND in found else []
 
 
 def report(metrics: dict, options, trainer) -> None:

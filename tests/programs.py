@@ -124,11 +124,8 @@ def started_ranks(
     `planted` are faults by rank, `faults` those of all.
     """
     with meeting_point() as everywhere:
-        everywhere |= (environment or {}) | {
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "TORCHELASTIC_RUN_ID": "test",
-        }
+        everywhere |= (environment or {}) | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+        everywhere["TORCHELASTIC_RUN_ID"] = "test"
         everywhere |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         places = [everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         each = [faults | (planted or {}).get(rank, {}) for rank in range(ranks)]

@@ -762,111 +762,71 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.stem: path for path in folder.iterdir()}
 
 
-BAD_INPUT = {
-    "no such store": (
-        "--store nowhere.nc",
-        r"--store nowhere.nc: cannot be read \(FileNotFoundError\); give a whole",
-    ),
-    "a folder as store": ("--store .", r"--store \.: cannot be read \(\w+\); give a whole NetCDF file"),
-    "truncated": ("--store {truncated}", r"--store \S+truncated.nc: cannot be read \(\w+\); give a whole"),
-    "empty": ("--store {empty}", r"--store \S+empty.nc: cannot be read \(\w+\); give a whole NetCDF file"),
-    "NaN": ("--store {hole}", r"--store \S+: NaN or infinity at 1986-03-18; fill it"),
-    "no value": ("--store {untrained}", r"--train-times 1982 1989: a variable has no value"),
-    "two times": (
-        "--store {hourly}",
-        r"--variables eastward_wind: not in .*; it has eastward_wind \(hour, time",
-    ),
-    "no such variable": (
-        "--variables u v",
-        r"--variables u: not in .*; it has eastward_wind \(time, latitude, longitude\); ",
-    ),
-    "no time": ("--store {timeless}", r"--variables eastward_wind: not in .*; it has eastward_wind \("),
-    "times not there": (
-        "--train-times 2001 2002",
-        r"--train-times 2001 2002: give dates of 1982-01-16 to 1992-12-",
-    ),
-    "times of training": (
-        "--test-times 1989 1991",
-        r"--test-times 1989 1991: give dates of .* that no other set has",
-    ),
-    "times of validation": (
-        "--test-times 1990 1992",
-        r"--test-times 1990 1992: give dates of .* that no other set has",
-    ),
-    "no coordinates": (
-        "--store {unplaced}",
-        r"--variables eastward_wind: not in .* on time, latitude, longitude",
-    ),
-    "no test times": (
-        "--test-times 1993 1993",
-        r"--test-times 1993 1993: give dates of 1982-01-16 to 1992-12-",
-    ),
-    "no date": ("--validation-times then now", r"--validation-times then now: give dates of 1982-01-16 to "),
-    "too few months": (
-        "--train-times 1982-01 1982-11",
-        r"--store \S+: NaN or infinity at 1982-01-16.*--train-times",
-    ),
-    "patch too large": ("--patch-size 80", r"--patch-size 80: .*\(73, 144\); give a multiple of 4 up to 72"),
-    "patch too small": ("--patch-size 8", r"--patch-size 8: too small; give at least 16"),
-    "patch not halved": ("--patch-size 30", r"--patch-size 30: .* multiple of 4"),
-    "batch size 0": ("--batch-size 0", r"--batch-size 0: too small; give at least 1"),
-    "no steps": ("--max-steps 0", r"--max-steps 0: too small"),
-    "not a number": ("--max-steps many", r"argument --max-steps: invalid int value: 'many'"),
-    "learning rate": ("--learning-rate nan", r"--learning-rate nan: too small"),
-    "no such flag": ("--learning-rat3 1", r"unrecognized arguments: --learning-rat3 1"),
-    "no checkpoint": ("--resume", r"--resume \S+last.ckpt: no such file"),
-    "checkpoint cut off": ("--resume {cut}", r"--resume \S+cut.ckpt: cannot be read \(\w+\); give a whole"),
-    "checkpoint empty": ("--resume {nothing}", r"--resume \S+nothing.ckpt: cannot be read"),
-    "checkpoint a text": ("--resume {text}", r"--resume \S+text.ckpt: cannot be read"),
-    "checkpoint a foreign pickle": ("--resume {foreign}", r"--resume \S+foreign.ckpt: cannot be read"),
-    "checkpoint a list": ("--resume {list}", r"--resume \S+list.ckpt: cannot be read"),
-    "checkpoint without options": ("--resume {nameless}", r"--resume \S+nameless.ckpt: cannot be read"),
-    "weights only": ("--resume {weights_only}", r"--resume \S+weights_only.ckpt: has no .*optimizer"),
-    "folder is a file": ("--output-dir {empty}", r"--output-dir \S+empty.nc: Not a directory; give a folder"),
-    "folder below a file": ("--output-dir {empty}/run", r"--output-dir \S+: Not a directory; give a folder"),
-    "folder a dangling link": (
-        "--output-dir {dangling}",
-        r"--output-dir \S+: No such file or directory; give",
-    ),
-    "a time twice": ("--store {repeated}", r"--store \S+: a coordinate has the same value twice"),
-    "folder cannot be made": ("--output-dir /proc/run", r"--output-dir /proc/run: .*; give a folder"),
-    "seed of 65 bits": (f"--seed {2**64}", rf"--seed {2**64}: too large; give less than 2\*\*64"),
-    "infinity": ("--store {infinite}", r"--store \S+: NaN or infinity at 1986-03-18; fill it"),
-    "no time at all": ("--store {timeless_file}", r"--variables eastward_wind: a dimension has length 0"),
-    "strings": (
-        "--store {strings} --variables eastward_wind",
-        r"--variables eastward_wind: its type is \S+; give variables of numbers",
-    ),
-    "two grids": (
-        "--store {staggered}",
-        r"--variables \S+ \S+: lat\S* and lat\S* both look like latitude; give",
-    ),
-    "time twice": (
-        "--store {twice} --variables eastward_wind",
-        r"--variables eastward_wind: not in .*; it has eastward_wind \(time, time, ",
-    ),
+BAD_INPUT = {  # flags, and what is said of them
+    "--store nowhere.nc": r"--store nowhere.nc: cannot be read \(FileNotFoundError\); give a whole",
+    "--store .": r"--store \.: cannot be read \(\w+\); give a whole NetCDF file",
+    "--store {truncated}": r"--store \S+truncated.nc: cannot be read \(\w+\); give a whole",
+    "--store {empty}": r"--store \S+empty.nc: cannot be read \(\w+\); give a whole NetCDF file",
+    "--store {hole}": r"--store \S+: NaN or infinity at 1986-03-18; fill it",
+    "--store {untrained}": r"--train-times 1982 1989: a variable has no value",
+    "--store {hourly}": r"--variables eastward_wind: not in .*; it has eastward_wind \(hour, time",
+    "--variables u v": r"--variables u: not in .*; it has eastward_wind \(time, latitude, longitude\); ",
+    "--store {timeless}": r"--variables eastward_wind: not in .*; it has eastward_wind \(",
+    "--train-times 2001 2002": r"--train-times 2001 2002: give dates of 1982-01-16 to 1992-12-",
+    "--test-times 1989 1991": r"--test-times 1989 1991: give dates of .* that no other set has",
+    "--test-times 1990 1992": r"--test-times 1990 1992: give dates of .* that no other set has",
+    "--store {unplaced}": r"--variables eastward_wind: not in .* on time, latitude, longitude",
+    "--test-times 1993 1993": r"--test-times 1993 1993: give dates of 1982-01-16 to 1992-12-",
+    "--validation-times then now": r"--validation-times then now: give dates of 1982-01-16 to ",
+    "--train-times 1982-01 1982-11": r"--store \S+: NaN or infinity at 1982-01-16.*--train-times",
+    "--patch-size 80": r"--patch-size 80: .*\(73, 144\); give a multiple of 4 up to 72",
+    "--patch-size 8": r"--patch-size 8: too small; give at least 16",
+    "--patch-size 30": r"--patch-size 30: .* multiple of 4",
+    "--batch-size 0": r"--batch-size 0: too small; give at least 1",
+    "--max-steps 0": r"--max-steps 0: too small",
+    "--max-steps many": r"argument --max-steps: invalid int value: 'many'",
+    "--learning-rate nan": r"--learning-rate nan: too small",
+    "--learning-rat3 1": r"unrecognized arguments: --learning-rat3 1",
+    "--resume": r"--resume \S+last.ckpt: no such file",
+    "--resume {cut}": r"--resume \S+cut.ckpt: cannot be read \(\w+\); give a whole",
+    "--resume {nothing}": r"--resume \S+nothing.ckpt: cannot be read",
+    "--resume {text}": r"--resume \S+text.ckpt: cannot be read",
+    "--resume {foreign}": r"--resume \S+foreign.ckpt: cannot be read",
+    "--resume {list}": r"--resume \S+list.ckpt: cannot be read",
+    "--resume {nameless}": r"--resume \S+nameless.ckpt: cannot be read",
+    "--resume {weights_only}": r"--resume \S+weights_only.ckpt: has no .*optimizer",
+    "--output-dir {empty}": r"--output-dir \S+empty.nc: Not a directory; give a folder",
+    "--output-dir {empty}/run": r"--output-dir \S+: Not a directory; give a folder",
+    "--output-dir {dangling}": r"--output-dir \S+: No such file or directory; give",
+    "--store {repeated}": r"--store \S+: a coordinate has the same value twice",
+    "--output-dir /proc/run": r"--output-dir /proc/run: .*; give a folder",
+    f"--seed {2**64}": rf"--seed {2**64}: too large; give less than 2\*\*64",
+    "--store {infinite}": r"--store \S+: NaN or infinity at 1986-03-18; fill it",
+    "--store {timeless_file}": r"--variables eastward_wind: a dimension has length 0",
+    "--store {strings} --variables eastward_wind": r"--variables eastward_wind: its type is \S+; give variables of numbers",
+    "--store {staggered}": r"--variables \S+ \S+: lat\S* and lat\S* both look like latitude; give",
+    "--store {twice} --variables eastward_wind": r"--variables eastward_wind: not in .*; it has eastward_wind \(time, time, ",
 }
 if not torch.accelerator.is_available():
-    BAD_INPUT["no GPU"] = ("--accelerator gpu", r"--accelerator gpu: this machine has none")
+    BAD_INPUT["--accelerator gpu"] = "--accelerator gpu: this machine has none"
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate dimension names", "ignore:Detected pickle protocol")
-@pytest.mark.parametrize("case", BAD_INPUT)
+@pytest.mark.parametrize("flags", BAD_INPUT)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bad_input_is_named_with_its_flag_and_writes_nothing(
     script: str,
-    case: str,
+    flags: str,
     bad_files: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(CHAPTER)
-    flags, message = BAD_INPUT[case]
     with pytest.raises(SystemExit) as ended:
         MODULES[script].main(["--output-dir", str(tmp_path / "run"), *flags.format(**bad_files).split()])
     assert ended.value.code == 2
-    assert re.match(rf"\S+: error: {message}", capsys.readouterr().err.splitlines()[-1])
+    assert re.match(rf"\S+: error: {BAD_INPUT[flags]}", capsys.readouterr().err.splitlines()[-1])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -877,32 +837,23 @@ def test_bad_input_ends_the_program_with_one_line_and_code_2(script: str, tmp_pa
     assert re.fullmatch(rf"{Path(script).name}: error: --patch-size 80: .*\n", done.err), done.err
 
 
-OTHER_OPTIONS = {
-    "--batch-size": "4",
-    "--max-steps": "9",
-    "--seed": "3",
-    "--patch-size": "24",
-    "--learning-rate": "0.001",
-    "--variables": "eastward_wind",
-    "--train-times": "1982 1988",
-    "--validation-times": "1989 1990",
-    "--test-times": "1992 1992",
-}
+OTHER_OPTIONS = ["--batch-size 4", "--max-steps 9", "--seed 3", "--patch-size 24", "--learning-rate 0.001"]
+OTHER_OPTIONS += ["--variables eastward_wind", "--train-times 1982 1988", "--validation-times 1989 1990"]
+OTHER_OPTIONS += ["--test-times 1992 1992"]
 
 
-@pytest.mark.parametrize("flag", OTHER_OPTIONS)
+@pytest.mark.parametrize("option", OTHER_OPTIONS)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_checkpoint_of_other_options_is_refused(
-    script: str, flag: str, whole: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: str, option: str, whole: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another store and other devices are not: see test_a_run_killed_at_any_step_resumes_to_the_bit."""
     ckpt = str(whole[script] / "last.ckpt")
-    flags = [*SMALL, "--resume", ckpt, "--output-dir", str(tmp_path / "run"), flag]
+    flags = [*SMALL, "--resume", ckpt, "--output-dir", str(tmp_path / "run"), *option.split()]
     with pytest.raises(SystemExit, match="2"):
-        MODULES[script].main([*flags, *OTHER_OPTIONS[flag].split()])
-    assert re.match(
-        rf"\S+: error: {flag} .*: {re.escape(ckpt)} has ", capsys.readouterr().err.splitlines()[-1]
-    )
+        MODULES[script].main(flags)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(rf"\S+: error: {option.split()[0]} .*: {re.escape(ckpt)} has ", last)
     assert list(tmp_path.iterdir()) == []
 
 

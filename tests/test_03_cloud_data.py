@@ -7,12 +7,11 @@ import pickle
 import re
 import shutil
 import sys
-import threading
 import urllib.request
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import book
@@ -625,12 +624,8 @@ def web(folder: Path, fields: tuple):
             asked.append(self.requestline)
 
     handler = partial(Handler, directory=folder / "winds")
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
-        server.shutdown()
-        thread.join()
+    with buckets.serving_files(handler) as address:
+        yield address, asked
 
 
 def test_a_web_server_serves_a_store(web: tuple, folder: Path) -> None:
@@ -687,54 +682,37 @@ def test_the_credentials_of_another_are_refused(
 # ------------------------------------------------------------------------------ bad input
 
 V3 = "--store s3://winds/v3 --endpoint {address} --anonymous"
-BAD_INPUT = {
-    "no such bucket": (V3.replace("winds", "rain"), "--store s3://rain/v3: "),
-    "no such key": (V3.replace("v3", "v4"), "--store s3://winds/v4: "),
-    "no such folder": ("--store nowhere", "--store nowhere: "),
-    "a file": ("--store {file}", r"--store \S+test_03_cloud_data.py: "),
-    "no Zarr in it": ("--store {folder}", r"--store \S+: .* Zarr store"),
-    "no such kind of URL": ("--store ftb://winds/v3", "--store ftb://winds/v3: "),
-    "no permission": (V3.replace("address", "guarded"), "--store s3://winds/v3: .*--anonymous"),
-    "no credentials": (V3[:-11], "--store s3://winds/v3: .*--anonymous"),
-    "no answer": (V3.replace("address", "broken") + " --deadline 1", r"--store s3://winds/v3: \S+: .*503"),
-    "no scheme": (V3.replace("{address}", "localhost:9000"), "--endpoint localhost:9000: "),
-    "credentials in the URL": (f"--store s3://me:{SECRET}@winds/v3", "--store.* credentials"),
-    "a signed URL": (f"--store https://winds/v3?X-Amz-Signature={SECRET}", "--store.* credentials"),
-    "credentials in the endpoint": (
-        f"--store s3://winds/v3 --endpoint https://me:{SECRET}@localhost",
-        ".*--endpoint.* credentials",
-    ),
-    "no such variable": (
-        f"{V3} --variables wind",
-        rf"--variables wind: not in s3://winds/v3 .*; it has {U} \(time, latitude, longitude\); {V} \(",
-    ),
-    "no variable": (V3.replace("v3", "empty"), f"--variables {U}: not in s3://winds/empty .* no variable"),
-    "on levels": (
-        V3.replace("v3", "levels") + " --variables temperature",
-        r"--variables temperature: not in \S+ .* alone; it has temperature \(time, level, latitude, longitude\)",
-    ),
-    "patch too large": (
-        f"{V3} --patch-size 40",
-        r"--patch-size 40: the grid is \(37, 72\); give .* up to 36",
-    ),
-    "times not there": (
-        f"{V3} --train-times 2001 2002",
-        "--train-times 2001 2002: give dates of 1982-01-01 to 1992-12-31",
-    ),
-    "times of training": (f"{V3} --test-times 1989 1991", "--test-times 1989 1991: give .* no other set has"),
-    "fork": (f"{V3} --num-workers 1 --start-method fork", "--start-method fork: .* give forkserver or spawn"),
-    "no deadline": (f"{V3} --deadline 0", "--deadline 0: too small"),
-    "no checkpoint": (f"{V3} --resume missing.ckpt", "--resume missing.ckpt: no such file"),
-    "a text as checkpoint": (
-        f"{V3} --resume {{file}}",
-        r"--resume \S+: cannot be read \(\w+\); give a whole",
-    ),
-    "no folder": (f"{V3} --output-dir /dev/null/run", "--output-dir /dev/null/run: Not a directory; give"),
-    "a seed of 65 bits": (f"{V3} --seed {2**64}", f"--seed {2**64}: too large; give less than"),
-    "no time at all": (V3.replace("v3", "timeless"), f"--variables {U}: a dimension has length 0; give"),
-    "strings": (V3.replace("v3", "strings"), f"--variables {U}: its type is <U2; give variables of numbers"),
-    "two grids": (V3.replace("v3", "staggered"), f"--variables {U} {V}: .* both look like latitude; give"),
-    "time twice": (V3.replace("v3", "twice"), rf"--variables {U}: not in .*; it has .*{U} \(time, time, lat"),
+BAD_INPUT = {  # flags, and what is said of them
+    V3.replace("winds", "rain"): "--store s3://rain/v3: ",
+    V3.replace("v3", "v4"): "--store s3://winds/v4: ",
+    "--store nowhere": "--store nowhere: ",
+    "--store {file}": r"--store \S+test_03_cloud_data.py: ",
+    "--store {folder}": r"--store \S+: .* Zarr store",
+    "--store ftb://winds/v3": "--store ftb://winds/v3: ",
+    V3.replace("address", "guarded"): "--store s3://winds/v3: .*--anonymous",
+    V3[:-11]: "--store s3://winds/v3: .*--anonymous",
+    V3.replace("address", "broken") + " --deadline 1": r"--store s3://winds/v3: \S+: .*503",
+    V3.replace("{address}", "localhost:9000"): "--endpoint localhost:9000: ",
+    f"--store s3://me:{SECRET}@winds/v3": "--store.* credentials",
+    f"--store https://winds/v3?X-Amz-Signature={SECRET}": "--store.* credentials",
+    f"--store s3://winds/v3 --endpoint https://me:{SECRET}@localhost": ".*--endpoint.* credentials",
+    f"{V3} --variables wind": rf"--variables wind: not in s3://winds/v3 .*; it has {U} \(time, .*\); {V} \(",
+    V3.replace("v3", "empty"): f"--variables {U}: not in s3://winds/empty .* no variable",
+    V3.replace("v3", "levels")
+    + " --variables temperature": r"--variables temperature: not in \S+ .* alone; it has temperature \(time, level, latitude, longitude\)",
+    f"{V3} --patch-size 40": r"--patch-size 40: the grid is \(37, 72\); give .* up to 36",
+    f"{V3} --train-times 2001 2002": "--train-times 2001 2002: give dates of 1982-01-01 to 1992-12-31",
+    f"{V3} --test-times 1989 1991": "--test-times 1989 1991: give .* no other set has",
+    f"{V3} --num-workers 1 --start-method fork": "--start-method fork: .* give forkserver or spawn",
+    f"{V3} --deadline 0": "--deadline 0: too small",
+    f"{V3} --resume missing.ckpt": "--resume missing.ckpt: no such file",
+    f"{V3} --resume {{file}}": r"--resume \S+: cannot be read \(\w+\); give a whole",
+    f"{V3} --output-dir /dev/null/run": "--output-dir /dev/null/run: Not a directory; give",
+    f"{V3} --seed {2**64}": f"--seed {2**64}: too large; give less than",
+    V3.replace("v3", "timeless"): f"--variables {U}: a dimension has length 0; give",
+    V3.replace("v3", "strings"): f"--variables {U}: its type is <U2; give variables of numbers",
+    V3.replace("v3", "staggered"): f"--variables {U} {V}: .* both look like latitude; give",
+    V3.replace("v3", "twice"): rf"--variables {U}: not in .*; it has .*{U} \(time, time, lat",
 }
 
 
@@ -762,14 +740,13 @@ def bad_stores(folder: Path, fields: tuple) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate dimension names")
-@pytest.mark.parametrize("case", BAD_INPUT)
+@pytest.mark.parametrize("flags", BAD_INPUT)
 def test_bad_input_is_named_with_its_flag_and_writes_nothing(
-    case: str, folder: Path, address, guarded, broken, bad_stores, tmp_path: Path, capfd, refused
+    flags: str, folder: Path, address, guarded, broken, bad_stores, tmp_path: Path, capfd, refused
 ) -> None:
-    flags, message = BAD_INPUT[case]
     places = {"address": address, "guarded": guarded, "broken": broken, "folder": folder, "file": __file__}
     said = refused("--output-dir", tmp_path / "run", *flags.format(**places).split())
-    assert re.match(message, said), said
+    assert re.match(BAD_INPUT[flags], said), said
     assert SECRET not in said
     assert list(tmp_path.iterdir()) == []
 

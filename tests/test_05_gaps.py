@@ -1,20 +1,17 @@
 """Chapter 5: gaps that move, under --missing mask: loss and RMSE are plain sums over what is present."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
-import evaluation
-import model
+import book
 import numpy as np
-import options
 import programs
 import pytest
 import runs
-import task
 import xarray as xr
-from made_up_winds import COLUMNS, SIZE, flags_for, make_winds, with_moving_gaps, write
-from store import Location
+from made_up_winds import COLUMNS, SIZE, flags_for, make_datamodule, make_winds, with_moving_gaps, write
 
 SCRIPT = "05_model_profiling/train.py"
 VARIABLES = ("u", "v", "temperature")
@@ -28,18 +25,24 @@ SMALL = (
 pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
 
 
-def flags(store: Path) -> list[str]:
-    kept = ["--climatology-dir", store.parent / "climatology"]
-    return flags_for(store, *SMALL.split(), *kept, variables=VARIABLES)
+@pytest.fixture(scope="module", autouse=True)
+def rooms() -> Iterator[None]:
+    """The chapter's modules, under their own names while these tests run."""
+    global evaluation, model
+    forkserver.ensure_running()  # it imports what programs need while this process imports the same
+    with book.rooms("05_model_profiling"):
+        import evaluation
+        import model
+
+        yield
+
+
+def flags(store: Path, *more: object) -> list[str]:
+    return flags_for(store, *SMALL.split(), *more, variables=VARIABLES)
 
 
 def train(store: Path, *more: object, **planted: float) -> programs.Run:
-    return programs.run(SCRIPT, *flags(store), *more, draw_nothing=True, **planted)
-
-
-def make_data(store: Path):
-    parsed = options.parse_options("", [*flags(store), *MASK])
-    return task.make_datamodule(*task.make_data(parsed, Location(str(store))))
+    return programs.run(SCRIPT, *flags(store, *more), draw_nothing=True, **planted)
 
 
 def first_batch(data) -> list:
@@ -66,7 +69,7 @@ def gappy() -> xr.Dataset:
 def store(gappy: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where `gappy` is; the times of the first patches that are trained on and judged have no value at all."""
     folder = tmp_path_factory.mktemp("stores")
-    data = make_data(write(folder / "gaps", gappy))
+    data = make_datamodule(flags(write(folder / "gaps", gappy), *MASK))
     for maker, patch in ((data.blocks.maker, first_batch(data)[0]), (data.test.maker, judged(data)[0])):
         gappy.v[maker.period.positions[patch.time]] = np.nan
     return write(folder / "more_gaps", gappy)
@@ -87,7 +90,8 @@ def sum_squares(winds: xr.Dataset, maker, patches: list, guess: Callable) -> tup
     for patch in patches:
         anomaly = cut_anomaly(winds, maker, patch)
         present = ~np.isnan(anomaly).any(axis=0)
-        unseen, seen = present & ~patch.seen, present & patch.seen
+        seen = present & patch.seen
+        unseen = present & ~patch.seen
         inputs = np.concatenate([np.where(seen, anomaly, 0), seen[None]]).astype("float32")
         error = np.where(unseen, guess(inputs) - anomaly, 0)
         latitude = winds.latitude.values[patch.row : patch.row + SIZE, None]
@@ -113,7 +117,7 @@ def answer_of(network) -> Callable:
 
 def test_the_loss_is_that_of_a_plain_sum_over_present_unseen_cells(run: Path, store: Path, gappy) -> None:
     """Of the first step, whose weights are those of the seed."""
-    data = make_data(store)
+    data = make_datamodule(flags(store, *MASK))
     maker = data.blocks.maker
     network = model.FillGaps(maker.std.ravel().tolist(), UNITS, 6e-3, STEPS, 0).model
     total, _, count = sum_squares(gappy, maker, first_batch(data), answer_of(network))
@@ -122,7 +126,7 @@ def test_the_loss_is_that_of_a_plain_sum_over_present_unseen_cells(run: Path, st
 
 def test_the_rmse_is_that_of_a_plain_sum_over_present_unseen_cells(run: Path, store: Path, gappy) -> None:
     """Of the network as it was saved, and of the climatology."""
-    data = make_data(store)
+    data = make_datamodule(flags(store, *MASK))
     maker = data.test.maker
     trained = model.FillGaps.load_from_checkpoint(run / "last.ckpt", weights_only=True).eval()
     for name, guess in {"U-Net": answer_of(trained.model), "climatology": lambda inputs: 0}.items():
@@ -178,7 +182,7 @@ def test_the_picture_is_of_the_first_patch_with_values_and_leaves_absent_cells_b
     store: Path, gappy: xr.Dataset
 ) -> None:
     """In all panels; climatology would be drawn as truth."""
-    data = make_data(store)
+    data = make_datamodule(flags(store, *MASK))
     figure = evaluation.plot_example(data.test, UNITS, model.UNet(len(VARIABLES)))
     anomalies = [cut_anomaly(gappy, data.test.maker, patch) for patch in judged(data)[:2]]
     empty, absent = (np.isnan(anomaly).any(axis=0) for anomaly in anomalies)

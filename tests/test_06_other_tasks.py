@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 
 import alone
 import book
@@ -10,7 +11,9 @@ import pytest
 import runs
 import torch
 from chapter_6 import AGAIN, codes
+from lightning.pytorch.strategies import FSDPStrategy
 from survival.determinism import seed_batch
+from survival.requirements import find_in_trainer
 
 FLAGS = "--accelerator cpu --batch-size 12 --max-steps 12 --checkpoint-every 4 --validate-every 6".split()
 FLAGS += "--log-every 1 --loggers CSVLogger --resume auto".split()
@@ -98,13 +101,28 @@ REFUSED = {
     "nameless loss": "cross entropy",
     "nameless score": "logs no 'error'",
     "plain loader": "TimedLoader",
+    "endless score": "the validation's score is inf",
     "ModelCheckpoint": "ModelCheckpoint",
+    "EarlyStopping": "callback EarlyStopping counts validations",
+    "ReduceLROnPlateau": "no ReduceLROnPlateau",
     "loader ends": "ends after step 5 of 12",
-    "unreadable": "hyperparameters",
+    "unreadable": "a checkpoint's hyperparameters could not be loaded",
+    "unreadable optimizer": "a checkpoint's optimizer could not be loaded",
+    "unreadable schedule": "a checkpoint's schedule could not be loaded",
+    "unreadable data": "the data module's hyperparameters could not be loaded",
+    "no gradient": "nothing in forward's output has a gradient",
     "schedule by epoch": '"interval": "step"',
     "late hook": "on_train_batch_end",
-    "no test": "test_step",
+    "validation_step": "the model has no validation_step",
+    "test_step": "the model has no test_step",
+    "val_dataloader": "the data module has no val_dataloader",
+    "test_dataloader": "the data module has no test_dataloader",
 }
+
+
+def test_a_strategy_that_divides_the_model_is_refused() -> None:
+    trainer = SimpleNamespace(strategy=FSDPStrategy(), early_stopping_callbacks=[], checkpoint_callbacks=[])
+    assert "strategy FSDPStrategy: checkpoints here are of one rank" in next(find_in_trainer(trainer, None))
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -113,16 +113,17 @@ def test_a_full_disk_and_nan_are_red_with_their_remedies_and_exit_code_2(
     assert list(tmp_path.rglob("*.ckpt")) == []
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["a folder without a store", "a bucket that does not answer"])
 def test_a_wrong_store_is_red_and_ends_what_needs_it(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """Long before --retry-timeout is over. So is a checkpoint that train.py would not write over."""
+    """Hours before --retry-timeout is over. So is a checkpoint that train.py would not write over."""
     monkeypatch.setattr(preflight, "RETRY_TIMEOUT", 1)
     monkeypatch.setattr(patches, "RETRY_TIMEOUT", 1)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/step_00000004.ckpt").write_text("cut off")
-    place = ["--store", folder, "--retry-timeout", 50, "--output-dir", tmp_path]
+    place = ["--store", folder, "--retry-timeout", 10_000, "--output-dir", tmp_path]
     with socket.socket() as silent:  # its port is held, and nobody listens
         silent.bind(("127.0.0.1", 0))
         if kind == "a bucket that does not answer":
@@ -132,7 +133,6 @@ def test_a_wrong_store_is_red_and_ends_what_needs_it(
     red = red_of(printed)
     assert list(red) == ["start", "store"]
     assert "--resume auto" in red["start"][1]
-    assert ("retry_timeout: 1s" in red["store"][0]) == ("--anonymous" in place)
     assert "--endpoint" in red["store"][1]
     assert "left out: values, one batch, loader" in printed
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from threading import enumerate as threads
 
 import boto3
 import buckets
@@ -125,7 +126,7 @@ def test_told_to_stop_both_ranks_save_and_end_and_go_on_at_the_same_bits(
 def test_a_stop_waits_no_longer_than_its_grace(
     local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint of the first step is written only long after, as if the storage hung."""
+    """The checkpoint of the first step is written only long after, as if the storage hung. No thread is left."""
     import train
 
     released, save = Event(), torch.save
@@ -136,6 +137,7 @@ def test_a_stop_waits_no_longer_than_its_grace(
 
     monkeypatch.setattr(torch, "save", hang)
     flags = ["--max-hours", "1e-9", "--grace", "1", "--output-dir", str(tmp_path)]
+    before = threads()
     try:
         with pytest.raises(SystemExit) as ended:
             train.main([*SMALL, *local, *flags])
@@ -144,6 +146,11 @@ def test_a_stop_waits_no_longer_than_its_grace(
     assert ended.value.code == 1
     stopped = r"stopped after step 1: --max-hours are over; its checkpoint is not there: still being written"
     assert re.search(stopped, capsys.readouterr().out)
+    own = re.compile(r"poll|ThreadPoolExecutor")  # and not Zarr's, which are kept
+    for thread in threads():
+        if thread not in before and own.search(thread.name):
+            thread.join(timeout=60)
+            assert not thread.is_alive(), thread
 
 
 @thorough

@@ -4,14 +4,15 @@ import asyncio
 import importlib.util
 import itertools
 import math
-import subprocess
-import sys
+from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import book
 import numpy as np
 import pytest
+import runs
 from zarr.storage import LocalStore, MemoryStore
 
 spec = importlib.util.spec_from_file_location("appendix_caches", book.ROOT / "appendix/caches.py")
@@ -156,28 +157,17 @@ def test_the_committed_results_keep_what_the_page_says() -> None:
     assert rates[30, "memory", 1]["held_mb"] < rates[30, "decoded", 1]["held_mb"]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_chapter_4_deals_chunks_to_ranks_anew(ranks: int) -> None:
-    """Of its own blocks, a rank had about one in `ranks` in the epoch before."""
-    code = f"""
-import sys; sys.path.insert(0, {str(book.ROOT / "04_data_pipeline")!r})
-from types import SimpleNamespace
-import train
-batch, lanes, patches, blocks = 8, 32, 8, 240
-order = SimpleNamespace(patches=SimpleNamespace(batch_size=batch), lanes=lanes, per_block=patches,
-                        turns=lanes // batch, share=1)
-owner = {{}}
-for step in range(2 * blocks * patches // batch):
-    for k in range(batch):
-        epoch, position = divmod(train.Blocks.address(order, step, k)[0], blocks)
-        owner.setdefault((epoch, train.epoch_order(0, epoch, blocks)[position]), set()).add(k * {ranks} // batch)
-assert all(len(of) == 1 for of in owner.values())
-both = [owner[0, block] == owner[1, block] for _, block in owner if (0, block) in owner and (1, block) in owner]
-print(sum(both) / len(both))
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
-    )
-    share, deviation = float(run.stdout), math.sqrt((1 / ranks) * (1 - 1 / ranks) / 240)
-    assert abs(share - 1 / ranks) < 4 * deviation
+    """A block has one rank in an epoch, and the same in the next one by chance only."""
+    train = runs.load("04_data_pipeline/train.py", "chapter_4")
+    sizes = SimpleNamespace(patches=SimpleNamespace(batch_size=8), lanes=32, per_block=8, turns=4, share=1)
+    orders = [train.epoch_order(0, epoch, 240) for epoch in (0, 1)]
+    owners = [defaultdict(set), defaultdict(set)]
+    for step, k in itertools.product(range(2 * 240), range(8)):
+        visit, _ = train.Blocks.address(sizes, step, k)
+        epoch, position = divmod(visit, 240)
+        owners[epoch][orders[epoch][position]].add(k * ranks // 8)
+    assert {len(of_block) for of_epoch in owners for of_block in of_epoch.values()} == {1}
+    same = np.mean([owners[0][block] == owners[1][block] for block in range(240)])
+    assert abs(same - 1 / ranks) < 4 * math.sqrt((1 - 1 / ranks) / ranks / 240)

@@ -1,7 +1,6 @@
 """What keeps the book together: shared files stay equal, each folder sees its own, pages and notebooks are checked."""
 
 import json
-import pickle
 import sys
 from collections.abc import Callable
 from importlib.metadata import packages_distributions
@@ -45,6 +44,7 @@ def test_a_change_is_carried_through_two_chapters(
     monkeypatch.setattr(book, "CARRIED", {"03_three": ["data.py"], "02_two": ["data.py", "model.py"]})
     write({"01_one/data.py": "new", "01_one/model.py": "same", "01_one/train.py": "its own"})
     write({"02_two/data.py": "old", "02_two/model.py": "same", "03_three/train.py": "its own, too"})
+    assert book.outdated_copies() == [tmp_path / "02_two/data.py", tmp_path / "03_three/data.py"]
 
     assert book.main(["carry"]) == 0
 
@@ -59,16 +59,6 @@ def test_a_change_is_carried_through_two_chapters(
     assert (tmp_path / "03_three/train.py").read_text() == "its own, too"
     assert book.outdated_copies() == []
     assert book.carry() == []
-
-
-def test_an_edited_and_a_missing_copy_are_found(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(book, "CHAPTERS", ["01_one", "02_two"])
-    monkeypatch.setattr(book, "CARRIED", {"02_two": ["data.py", "model.py", "store.py"]})
-    write({"01_one/data.py": "a = 1\n", "01_one/model.py": "b = 2\n", "01_one/store.py": "c = 3\n"})
-    write({"02_two/data.py": "a = 1\n", "02_two/model.py": "b = 2 \n"})
-    assert book.outdated_copies() == [tmp_path / "02_two/model.py", tmp_path / "02_two/store.py"]
 
 
 # ------------------------------------------------------------------------------------------------ names
@@ -89,93 +79,31 @@ def test_no_script_has_the_name_of_a_module_from_elsewhere() -> None:
 
 # ----------------------------------------------------------------------------------------------- imports
 
-ALPHA = """
-VALUE = {value}
 
-
-class Sample:
-    pass
-"""
-BETA = """
-import alpha
-
-DOUBLE = 2 * alpha.VALUE
-"""
-
-
-@pytest.fixture
-def two_chapters(write: Write) -> None:
-    """Two made-up chapters whose files have the same names: beta imports alpha, whose values differ."""
-    for chapter, value in (("01_one", 1), ("02_two", 2)):
-        write({f"{chapter}/alpha.py": ALPHA.format(value=value), f"{chapter}/beta.py": BETA})
-
-
-@pytest.fixture
-def loaded_alpha(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of one of the names that was loaded before."""
-    module = ModuleType("alpha")
-    monkeypatch.setitem(sys.modules, "alpha", module)
-    return module
-
-
-@pytest.mark.usefixtures("two_chapters")
 def test_each_folder_sees_its_own_files_and_leaves_nothing(
-    loaded_alpha: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also after an error. Two folders are never open together, and the modules of the tests stay."""
+    for chapter, value in (("01_one", 1), ("02_two", 2)):
+        alpha, beta = f"VALUE = {value}\n", "import alpha\n\nDOUBLE = 2 * alpha.VALUE\n"
+        write({f"{chapter}/alpha.py": alpha, f"{chapter}/beta.py": beta, f"{chapter}/book.py": ""})
+    monkeypatch.setitem(sys.modules, "alpha", ModuleType("alpha"))  # of that name, loaded before
     # Some tests add a folder to sys.path and leave it there.
     monkeypatch.setattr(sys, "path", [str(tmp_path / "01_one"), *sys.path])
-    path, modules = list(sys.path), dict(sys.modules)
+    before = list(sys.path), dict(sys.modules)
 
-    with book.rooms("01_one"):
-        import beta as first
-    assert (sys.path, sys.modules) == (path, modules)
-    with book.rooms("02_two"):
-        import beta as second
-    assert (sys.path, sys.modules) == (path, modules)
-
-    assert (first.DOUBLE, second.DOUBLE) == (2, 4)
-    assert sys.modules["alpha"] is loaded_alpha
-
-
-@pytest.mark.usefixtures("two_chapters")
-def test_an_error_in_the_block_leaves_nothing(loaded_alpha: ModuleType) -> None:
-    path, modules = list(sys.path), dict(sys.modules)
     with pytest.raises(ZeroDivisionError), book.rooms("01_one"):
-        import beta
+        import beta as first
 
-        beta.DOUBLE /= 0
-    assert (sys.path, sys.modules) == (path, modules)
-    with book.rooms("02_two"):
-        import alpha
-    assert alpha.VALUE == 2
-
-
-@pytest.mark.usefixtures("two_chapters")
-def test_an_object_of_a_folder_that_was_left_cannot_be_pickled() -> None:
-    with book.rooms("01_one"):
-        from alpha import Sample
-
-        sample = Sample()
-        assert isinstance(pickle.loads(pickle.dumps(sample)), Sample)
-    with pytest.raises(pickle.PicklingError):
-        pickle.dumps(sample)
-    with book.rooms("02_two"), pytest.raises(pickle.PicklingError):
-        pickle.dumps(sample)  # and is not taken for the other folder's class of that name
-
-
-@pytest.mark.usefixtures("two_chapters")
-def test_two_folders_are_never_open_together() -> None:
-    with book.rooms("01_one"):
         with pytest.raises(RuntimeError, match=r"01_one are open.* 02_two"), book.rooms("02_two"):
             pass
-        import alpha
-    assert alpha.VALUE == 1
-
-
-def test_the_modules_of_the_tests_stay(write: Write) -> None:
-    write({"01_one/book.py": ""})
-    with book.rooms("01_one"):
         assert sys.modules["book"] is book
+        first.DOUBLE / 0
+    assert (sys.path, sys.modules) == before
+    with book.rooms("02_two"):
+        import beta as second
+    assert (sys.path, sys.modules) == before
+    assert (first.DOUBLE, second.DOUBLE) == (2, 4)
 
 
 # ------------------------------------------------------------------------------------------------ pages

@@ -20,7 +20,7 @@ import runs
 import torch
 import zarr
 from alone import Alone, contents
-from made_up_winds import make_winds, write
+from made_up_winds import make_datamodule, make_winds, write
 
 CHAPTERS = ["05_model_profiling", "06_whats_next"]
 LAST_TO_LIVE = {  # the exit code of rank 0, and what it says, when it has lost rank 1
@@ -86,16 +86,6 @@ def parse(*flags: object):
     from options import parse_options
 
     return parse_options("a test", [*SMALL, *map(str, flags)])
-
-
-def make_data(*flags: object):
-    """The data of a small run with these flags."""
-    import task
-    from store import Location
-
-    options = parse(*flags)
-    location = Location(options.store, options.endpoint, options.anonymous, options.retry_timeout)
-    return task.make_datamodule(*task.make_data(options, location))
 
 
 def still_running(before: list[psutil.Process]) -> list[psutil.Process]:
@@ -414,7 +404,7 @@ def test_a_block_that_cannot_be_used_is_named_and_ends_the_run(
     what: str, workers: int, chapter: Path, store: Path, tmp_path: Path
 ) -> None:
     """And all of its workers. It is the first block."""
-    data = make_data("--store", store)
+    data = make_datamodule([*SMALL, "--store", store])
     (time,) = data.blocks.blocks[data.order.block(0)]
     period = data.blocks.maker.period
     position, date = period.positions[time], str(period.dates[time])[:10]
@@ -436,9 +426,10 @@ def test_a_block_that_cannot_be_used_is_named_and_ends_the_run(
 def test_a_bucket_that_is_gone_ends_the_loader_and_its_threads_when_no_more_is_retried(store: Path) -> None:
     from errors import DataError
 
-    flags, before = ["--patches-per-block", 1, "--max-steps", 1000, "--retry-timeout", 1], threads()
+    flags = [*SMALL, "--patches-per-block", 1, "--max-steps", 1000, "--retry-timeout", 1]
+    before = threads()
     with buckets.serving(store.parents[1], latency_ms=0) as address:
-        batches = iter(make_data(*flags, *from_bucket(address)).train_loader())
+        batches = iter(make_datamodule([*flags, *from_bucket(address)]).train_loader())
         next(batches)
     with pytest.raises(DataError, match=r"10m_[uv]\S+ of \S+: 10m_[uv]_component_of_wind/c/\d+/\d/\d: "):
         list(batches)

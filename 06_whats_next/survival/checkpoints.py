@@ -289,6 +289,10 @@ class BackgroundWriter(CheckpointIO):
         if wait([last], timeout).not_done:
             self.failure = f"still being written after {timeout:g} s"
 
+    def close(self) -> None:
+        """Let the thread end when it has done what it has to; nobody waits for it."""
+        self.thread.shutdown(wait=False)
+
     def load_checkpoint(self, path: str, map_location=None, weights_only=None) -> dict:
         """The checkpoint that find_start has read and checked; it is not kept."""
         resumed = self.resumed

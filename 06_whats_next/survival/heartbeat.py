@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import math
 import os
 import socket
 import sys
@@ -31,8 +32,8 @@ LOST = "ended because it had lost another rank"
 class Heartbeat(Callback):
     """Writes where this rank is to ranks/rank_N.json, a few times a step.
 
-    A rank that stays in one place for one and a half times `timeout` seconds prints its
-    stack and ends, whatever it hangs in: a thread of the interpreter's sees to it.
+    A rank that stays in one place for about one and a half times `timeout` seconds prints
+    its stack and ends, whatever it hangs in: a thread of the interpreter's sees to it.
     """
 
     def __init__(self, folder: Path, timeout: float):
@@ -44,6 +45,7 @@ class Heartbeat(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank_{trainer.global_rank}.json"
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        self.last_armed = -math.inf
         self.mark(trainer, "waiting for data")
 
     def mark(self, trainer: Trainer, doing: str) -> None:
@@ -52,8 +54,11 @@ class Heartbeat(Callback):
         place |= {"host": socket.gethostname(), "pid": os.getpid()}
         line = json.dumps(place)[:LINE_BYTES].ljust(LINE_BYTES)
         os.pwrite(self.file, line.encode(), 0)
-        stderr = sys.__stderr__  # a notebook's has no file
-        faulthandler.dump_traceback_later(self.patience, exit=True, file=stderr)
+        now = time.monotonic()
+        if now - self.last_armed > self.patience / 10:  # each time starts a thread anew
+            self.last_armed = now
+            stderr = sys.__stderr__  # a notebook's has no file
+            faulthandler.dump_traceback_later(self.patience, exit=True, file=stderr)
 
     def on_train_batch_start(
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int

@@ -86,6 +86,7 @@ class Preemption:
         return self.seen
 
     def close(self) -> None:
+        """Let the thread end."""
         self.closed.set()
 
 

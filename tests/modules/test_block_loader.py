@@ -6,7 +6,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from itertools import islice, product
 from math import ceil, gcd
 
@@ -15,7 +14,7 @@ import book
 import numpy as np
 import pytest
 from block_loader import BlockLoader, BlockOrder
-from numbered_blocks import Numbers, make_batches, make_order, reads_of
+from numbered_blocks import AtOnce, Numbers, make_batches, make_order, reads_of
 
 GUARD = 30  # seconds until a test that would wait forever gives up
 
@@ -147,28 +146,13 @@ def wait_for_threads() -> Iterator[Callable]:
     wait_for_all()
 
 
-class AtOnce:
-    """In the place of threads: a block is read when its read is submitted."""
-
-    def __init__(self, threads: int):
-        pass
-
-    def submit(self, read_block: Callable, *given) -> Future:
-        future = Future()
-        future.set_result(read_block(*given))
-        return future
-
-    def shutdown(self, **how: bool) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("batch", "slots", "per_block", "ahead", "depth", "workers"),
     [
         (4, 8, 3, 4, 3, 1),
         (4, 4, 1, 1, 1, 1),
         (2, 8, 2, 16, 16, 1),
-        *((8, 32, 8, 16, 16, workers) for workers in (1, 2, 3)),
+        *((8, 32, 8, 16, 16, n) for n in (1, 2, 3)),
     ],
 )
 def test_no_more_is_read_ahead_and_held_than_is_said(

@@ -9,7 +9,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from errors import DataError
+from store import Location
 from studies import saving
+from survival import checkpoints
 from survival.best import BestCheckpoint
 from survival.checkpoints import BackgroundWriter, CheckpointFolder, best_names, step_name, step_names
 from task import score
@@ -57,6 +59,14 @@ def test_bytes_that_read_back_wrong_are_no_checkpoint(
     writer.finish()
     assert writer.failure.startswith("step_00000001.ckpt not written: ")
     assert list(writer.folder.path.iterdir()) == []
+
+
+def test_a_bucket_that_has_kept_less_than_was_sent_has_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = checkpoints.CheckpointBucket(Location("s3://runs/first", anonymous=True))
+    monkeypatch.setattr(checkpoints.obstore, "put", lambda *_: None)
+    monkeypatch.setattr(checkpoints.obstore, "head", lambda *_: {"size": 1})
+    with pytest.raises(OSError, match=r"step_00000001.ckpt has 1 bytes in the bucket"):
+        bucket.write(step_name(1), {})
 
 
 def test_a_save_is_left_out_while_the_one_before_it_is_being_written(

@@ -60,11 +60,7 @@ NO_FILE = {  # what a file of options holds, and what the last line names
     '{"seed": true}': ("mine.json", "seed", "True"),
     '{"variables": ["u", "--overwrite"]}': ("mine.json", "variables", "dash"),
     '{"store": "a\\nb"}': ("mine.json", "store", "one line"),
-    f'{{"checkpoint_dir": "s3://KEY:{SECRET}@bucket/run"}}': (
-        "--checkpoint-dir",
-        "credentials",
-        "environment",
-    ),
+    f'{{"checkpoint_dir": "s3://KEY:{SECRET}@bucket/run"}}': ("--checkpoint-dir", "credentials"),
     '{"variables": ["u", null]}': ("mine.json", "variables"),
     "[1, 2]": ("mine.json", "no object"),
     "max_steps: 4": ("mine.json", "no JSON"),

@@ -4,14 +4,11 @@ from pathlib import Path
 
 import evaluation
 import numpy as np
-import options
 import pytest
-import task
 import torch
 import xarray as xr
-from datamodule import WindDataModule
-from made_up_winds import flags_for, make_winds, with_land, write
-from store import Location
+from made_up_winds import flags_for, make_datamodule, make_winds, with_land, write
+from options import Options
 
 ANOMALIES = "interpolated anomalies"
 pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
@@ -27,13 +24,6 @@ def store(winds: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("stores") / "winds", winds, (8, 10, 20))
 
 
-def make_datamodule(store: Path, names: tuple[str, ...], *flags: object) -> WindDataModule:
-    """The data module that train.py makes of a store."""
-    kept = ["--climatology-dir", store.parent / "kept"]
-    parsed = options.parse_options("", flags_for(store, *kept, *flags, variables=names))
-    return task.make_datamodule(*task.make_data(parsed, Location(str(store))))
-
-
 VALIDATED, TESTED = [11, 17, 19], [28, 15, 4]  # positions of the first times that judge, in their years
 
 
@@ -42,8 +32,8 @@ def test_every_run_is_judged_on_the_same_patches(store: Path) -> None:
     places = [(0, k) for k in range(20)]
     judged = []
     for flags in ([], ["--seed", 5, "--batch-size", 8]):
-        made = make_datamodule(store, ("u", "v"), *flags)
-        assert made.validation.batch_size == made.test.batch_size == options.Options().eval_samples
+        made = make_datamodule(flags_for(store, *flags))
+        assert made.validation.batch_size == made.test.batch_size == Options().eval_samples
         for dataset, year, times in ((made.validation, "1984", VALIDATED), (made.test, "1985", TESTED)):
             patches = [dataset.patch(*place) for place in places]
             assert {str(dataset.maker.period.dates[patch.time])[:4] for patch in patches} == {year}
@@ -58,7 +48,8 @@ def test_every_run_is_judged_on_the_same_patches(store: Path) -> None:
 
 def test_baselines_are_those_of_a_plain_sum(store: Path) -> None:
     """In the unit of two of three variables, and by the weights of cells."""
-    dataset = make_datamodule(store, ("temperature", "v", "u"), "--eval-samples", 12).test
+    names = ("temperature", "v", "u")
+    dataset = make_datamodule(flags_for(store, "--eval-samples", 12, variables=names)).test
     squares = dict.fromkeys(("climatology", "nearest neighbour", "linear interpolation", ANOMALIES), 0)
     weights = 0
     for k in range(12):
@@ -125,7 +116,7 @@ def test_degrees_are_those_of_a_map() -> None:
 @pytest.mark.parametrize(("names", "unit"), [(("u", "v"), "m/s"), (("temperature",), "K")])
 def test_the_example_shows_truth_swaths_fill_and_error(names: tuple, unit: str, store: Path) -> None:
     """Of the wind its speed, and else the first variable."""
-    dataset = make_datamodule(store, names).test
+    dataset = make_datamodule(flags_for(store, variables=names)).test
     maker, patch, sample = dataset.maker, dataset.patch(0, 0), dataset[0, 0]
     network = torch.nn.Conv2d(len(names) + 1, len(names), 1)
     torch.nn.init.zeros_(network.weight)

@@ -11,14 +11,8 @@ from model import Batch, FillGaps, learning_rate_factor
 
 def make_module(**more: object) -> FillGaps:
     """A LightningModule of two winds, that no Trainer holds."""
-    settings = {
-        "std": [2.0, 3.0],
-        "units": {"m/s": [0, 1]},
-        "learning_rate": 1e-3,
-        "max_steps": 10,
-        "seed": 0,
-    }
-    module = FillGaps(**(settings | more))
+    winds = {"std": [2.0, 3.0], "units": {"m/s": [0, 1]}}
+    module = FillGaps(**({"learning_rate": 1e-3, "max_steps": 10, "seed": 0} | winds | more))
     module.on_train_start()
     return module
 

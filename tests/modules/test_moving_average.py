@@ -14,7 +14,7 @@ def test_an_average_of_decay_0_is_the_weights_and_others_differ(
     """Both are measured at each validation, and training goes on with the weights themselves."""
     monkeypatch.setattr(moving_average, "DECAYS", (0, 0.9))
     monkeypatch.setattr(moving_average, "SEEDS", (0, 1))
-    places = ["--output-dir", tmp_path / "run", "--climatology-dir", tmp_path / "kept"]
+    places = ["--output-dir", tmp_path / "run"]
     steps = ["--accelerator", "cpu", "--shuffle-slots", 8, "--eval-samples", 8, "--validate-every", 2]
     flags = flags_for(write(tmp_path / "winds.zarr", make_winds()), *steps, *places)
     rows = moving_average.main([*flags, "--max-steps", "4"])

@@ -9,9 +9,9 @@ import torch
 from block_loader import BlockOrder, Window, batch_number
 from errors import CheckpointError, DataError
 from options import Options
-from survival.checkpoints import CheckpointFolder, step_name
+from survival.checkpoints import CheckpointFolder, step_name, step_names
 from survival.recovery import REMEMBERED, BadLoss, LossHistory
-from survival.resume import Start, find_start, skip_batches
+from survival.resume import Start, delete_later, find_start, load_whole, skip_batches
 
 OPTIONS = asdict(Options())
 
@@ -45,6 +45,30 @@ def test_a_checkpoint_of_other_bytes_is_refused_and_the_one_before_it_taken(fold
         path.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"no whole checkpoint in \S+; give no --resume"):
         find_start(folder, "auto", OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["StepBoundary", "RunRecord"])
+def test_a_checkpoint_without_a_state_that_a_run_needs_is_refused(
+    name: str, folder: CheckpointFolder
+) -> None:
+    """As one of a plain Trainer, which has all of Lightning's own parts."""
+    saved = load_whole(folder, step_name(12))
+    del saved["callbacks"][name]
+    folder.write(step_name(14), saved)
+    with pytest.raises(CheckpointError, match=f"has no state of {name}; give one that this chapter wrote"):
+        find_start(folder, "auto", OPTIONS)
+
+
+def test_later_checkpoints_that_cannot_be_deleted_end_the_run(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would count as the newest."""
+    delete_later(folder, 11)
+    assert step_names(folder) == [step_name(10)]
+    monkeypatch.setattr(CheckpointFolder, "delete", MagicMock(side_effect=OSError("Read-only file system")))
+    said = f"--checkpoint-dir {folder.url}: Read-only file system; delete {step_name(10)} by hand"
+    with pytest.raises(DataError, match=said):
+        delete_later(folder, 9)
 
 
 def test_a_run_from_another_folders_checkpoint_goes_back_no_further_than_that(

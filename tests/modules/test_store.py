@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,13 +20,11 @@ import programs
 import pytest
 import store
 import store_climatology
-import task
 import torch
 import xarray as xr
-from command_line import make_location
-from datamodule import WindDataModule
+from buckets import serving_files
 from errors import DataError
-from made_up_winds import COLUMNS, DIMS, ROWS, flags_for, write
+from made_up_winds import COLUMNS, DIMS, MAP, ROWS, flags_for, make_datamodule, write
 from options import parse_options
 from store import FieldReader, Location
 
@@ -57,13 +55,6 @@ def folder(winds: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reader_of(place: Path | str, *names: str, **how: object) -> FieldReader:
     """A reader of these variables; of u and v if none is named."""
     return FieldReader(Location(str(place), **how), list(names or ("u", "v")))
-
-
-def make_data(path: Path, *flags: object) -> WindDataModule:
-    """What train.py makes of a store; climatologies are kept beside it."""
-    kept = ("--climatology-dir", path.parent / "kept")
-    options = parse_options("", flags_for(path, *kept, *flags))
-    return task.make_datamodule(*task.make_data(options, make_location(options)))
 
 
 # ------------------------------------------------------------------------------ the reader
@@ -106,7 +97,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> list:
 
 def test_a_run_opens_its_store_once(folder: Path, connected: list) -> None:
     """For climatology, training, validation and test together."""
-    made = make_data(folder / "whole")
+    made = make_datamodule(flags_for(folder / "whole"))
     made.blocks.read_block(0, np.random.default_rng(0))
     for patches in (made.validation, made.test):
         patches[0, 0]
@@ -130,7 +121,7 @@ def test_a_pickled_reader_opens_the_store_anew_and_once(folder: Path, connected:
 
 def test_what_the_training_reads_is_counted_and_nothing_else(folder: Path) -> None:
     """Neither opening the store, nor the climatology, nor what validation reads meanwhile."""
-    made = make_data(folder / "whole")
+    made = make_datamodule(flags_for(folder / "whole"))
     blocks = made.blocks
     assert len(made.validation.__getitems__([(0, k) for k in range(3)])) == 3
     assert blocks.reader.traffic.counts() == (0, 0, 0)
@@ -161,7 +152,7 @@ def test_the_cost_of_a_sample_is_that_of_all_training_batches() -> None:
 @pytest.mark.parametrize("patches_per_block", [4, 8])
 def test_times_that_an_epoch_leaves_out_are_said(patches_per_block: int, folder: Path, capsys) -> None:
     """A chunk has eight times."""
-    make_data(folder / "whole", "--patches-per-block", patches_per_block)
+    make_datamodule(flags_for(folder / "whole", "--patches-per-block", patches_per_block))
     note = "note: a chunk has 8 times, of which an epoch uses --patches-per-block"
     assert (note in capsys.readouterr().err) == (patches_per_block == 4)
 
@@ -205,8 +196,8 @@ def test_a_sparse_store_is_read_with_the_flag_and_is_refused_without(
     assert not (path / "v/c/1").exists()
     said = r"v of \d+ times from 1982-01-01T00:00 on: v/c/\d+/0/0: this chunk is missing; .*give --missing-chunks"
     with pytest.raises(DataError, match=said):
-        make_data(path)
-    made = make_data(path, "--missing-chunks", "fill")
+        make_datamodule(flags_for(path))
+    made = make_datamodule(flags_for(path, "--missing-chunks", "fill"))
     made.blocks.read_block(6, np.random.default_rng(0))
     traffic = made.blocks.reader.traffic
     assert traffic.counts() == (2, (path / "u/c/6/0/0").stat().st_size, 1)
@@ -214,6 +205,23 @@ def test_a_sparse_store_is_read_with_the_flag_and_is_refused_without(
     for name in ("u", "v"):
         found = made.data.reader.read(name, {"time": slice(0, 144)})
         np.testing.assert_allclose(found, dry[name], rtol=0, atol=0.00051 if "dtype" in encoding else 0)
+
+
+@pytest.mark.parametrize(
+    ("fill", "message"),
+    [(None, "v/3.0.0: this chunk is missing"), (np.float32(np.nan), "NaN: a value or a chunk")],
+)
+def test_a_missing_chunk_of_zarr_format_2_is_refused(
+    fill: float | None, message: str, winds: xr.Dataset, tmp_path: Path
+) -> None:
+    """Where it would read as 0, because the store names no fill value, and where it reads as NaN."""
+    path = tmp_path / "store"
+    encoding = {name: {"chunks": MAP, "_FillValue": fill} for name in winds}
+    winds.to_zarr(path, zarr_format=2, encoding=encoding, consolidated=True)
+    made = make_datamodule(flags_for(path))
+    (path / "v/3.0.0").unlink()
+    with pytest.raises(DataError, match=f"v o[fn] 1982-01-31T00:00: {message}"):
+        made.blocks.make_batch(made.blocks.read_block(3, np.random.default_rng(0)))
 
 
 def test_missing_chunks_are_counted_and_printed(winds: xr.Dataset, tmp_path: Path) -> None:
@@ -224,9 +232,8 @@ def test_missing_chunks_are_counted_and_printed(winds: xr.Dataset, tmp_path: Pat
     packing = {"dtype": "int16", "scale_factor": 0.001, "_FillValue": -32768, "fill_value": -32768}
     path = tmp_path / "store"
     write(path, levels.assign_coords(time=time), (1, 1, ROWS, COLUMNS), **packing)
-    flags = flags_for(path, "--level", 850, "--missing", "mask", "--climatology-dir", tmp_path / "kept")
-    options = parse_options("", flags)
-    made = task.make_datamodule(*task.make_data(options, make_location(options)))
+    flags = flags_for(path, "--level", 850, "--missing", "mask")
+    made = make_datamodule(flags)
     judged = [each.maker.period.positions[each.patch(0, 0).time] for each in (made.validation, made.test)]
     shutil.rmtree(tmp_path / "kept")  # the climatology of the store when it was whole
     for lost in (0, 40, 70, *judged):  # the first three are to train on
@@ -414,13 +421,8 @@ class Handler(SimpleHTTPRequestHandler):
 def server(folder: Path) -> Iterator[SimpleNamespace]:
     """Its address, what it was asked for, whether that was signed, and how often each path breaks off."""
     server = SimpleNamespace(asked=[], signed=[], cuts=Counter())
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, server, directory=folder)) as http:
-        server.address = f"http://127.0.0.1:{http.server_port}"
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving_files(partial(Handler, server, directory=folder)) as server.address:
         yield server
-        http.shutdown()
-        thread.join()
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import store_climatology
 import xarray as xr
 import zarr
+from buckets import serving_files
 from climatology import Climatology
 from errors import DataError
 from fields import split_times
@@ -28,7 +31,7 @@ pytestmark = [  # of which train.py shows none, either
 
 
 def climatology_of(
-    path: Path,
+    path: Path | str,
     kept: Path,
     *names: str,
     level: str | None = None,
@@ -209,6 +212,24 @@ SOURCES = ("a sample", "all times", "statistics")
 CASES = [(case, source) for case in UNUSABLE for source in SOURCES]  # the last two would need no value
 
 
+def test_the_name_of_a_climatology_is_that_of_the_place_however_it_is_reached(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any folder, and at any port of the server that a demo starts anew; another server is another place."""
+    reader = FieldReader(Location(str(path)), ["u"])
+    (training,) = split_times(reader.open().time, {"--train-times": TRAINING})
+
+    def name(folder: Path, *place: str) -> str:
+        monkeypatch.chdir(folder)
+        reader.location = Location(*place)
+        return store_climatology.identify(reader, training)
+
+    assert name(path.parent, path.name) == name(path, ".") == name(path, str(path)) != name(path, "store")
+    bucket = name(path, "s3://winds/store", "http://127.0.0.1:1")
+    assert name(path.parent, "s3://winds/store", "http://127.0.0.1:2") == bucket
+    assert name(path, "s3://winds/store", "http://elsewhere:1") != bucket
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize(
     ("case", "source"),
@@ -289,6 +310,15 @@ def test_statistics_of_another_grid_or_with_damage_are_refused(
     reason = r"\S" if damaged else "its grid differs"
     with pytest.raises(DataError, match=f"statistics/u_v_1982_1983: {reason}"):
         climatology_of(path, kept)
+
+
+def test_statistics_are_read_from_a_web_server(winds: xr.Dataset, path: Path, kept: Path) -> None:
+    """Which lists nothing."""
+    add_statistics(path, make_statistics(winds))
+    with serving_files(partial(SimpleHTTPRequestHandler, directory=path.parent)) as address:
+        found = climatology_of(f"{address}/store", kept)
+    assert_climatology(found, *plain_climatology(winds, times_of(winds)))
+    assert not kept.exists()
 
 
 # ------------------------------------------------------------------------------ all that is present

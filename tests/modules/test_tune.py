@@ -26,7 +26,7 @@ from studies import search_check
 def flags(tmp_path: Path) -> list[str]:
     """Of 96 samples: three steps of 4 samples in each of eight rungs."""
     store = write(tmp_path / "winds.zarr", make_winds())
-    places = ["--output-dir", tmp_path / "run", "--climatology-dir", tmp_path / "kept"]
+    places = ["--output-dir", tmp_path / "run"]
     sizes = ["--accelerator", "cpu", "--max-steps", 24, "--patches-per-block", 2, "--eval-samples", 8]
     return flags_for(store, *sizes, *places)
 
@@ -119,12 +119,8 @@ def test_each_trial_trains_on_as_many_samples_and_is_judged_as_often(
 def test_the_best_so_far_is_that_of_whole_trials_in_the_order_in_which_they_end() -> None:
     trials = []
     whole, pruned = TrialState.COMPLETE, TrialState.PRUNED
-    for year, state, value in (
-        (2003, whole, 1.0),
-        (2001, pruned, 0.5),
-        (2002, whole, 1.5),
-        (2004, whole, 2.0),
-    ):
+    ended = [(2003, whole, 1.0), (2001, pruned, 0.5), (2002, whole, 1.5), (2004, whole, 2.0)]
+    for year, state, value in ended:
         trial = optuna.trial.create_trial(state=state, value=value, user_attrs={"samples": year})
         trial.datetime_complete = datetime(year, 1, 1)
         trials.append(trial)
@@ -151,17 +147,7 @@ def test_a_replay_spends_the_compute_that_it_says(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.thorough
 def test_a_search_in_two_processes_that_is_killed_goes_on(flags: list[str], tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "tune.py",
-        "--processes",
-        "2",
-        "--trials",
-        "4",
-        "--search-dir",
-        tmp_path,
-        *flags,
-    ]
+    command = [sys.executable, *"tune.py --processes 2 --trials 4 --search-dir".split(), tmp_path, *flags]
     journal = tmp_path / "journal.log"
     with subprocess.Popen(command, cwd=book.ROOT / "06_whats_next") as search:
         programs.wait_for(

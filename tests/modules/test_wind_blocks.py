@@ -9,11 +9,9 @@ from pathlib import Path
 
 import buckets
 import numpy as np
-import options
 import pytest
-import task
-from made_up_winds import COLUMNS, LAND, ROWS, SIZE, flags_for, make_winds, with_land, write
-from store import FieldReader, Location
+from made_up_winds import COLUMNS, LAND, ROWS, SIZE, flags_for, make_datamodule, make_winds, with_land, write
+from store import FieldReader
 
 LAYOUTS = {
     "single": {"chunks": (1, 10, 20)},
@@ -46,15 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_data(folder: Path) -> Callable:
     """Call it with a layout and flags: the data module of that store. Each slot reads several blocks."""
 
-    def call(layout: str, *flags: object, endpoint: str | None = None):
+    def call(layout: str, *flags: object):
         few = ["--max-steps", 10, "--shuffle-slots", 8, "--patches-per-block", 4, "--accelerator", "cpu"]
-        store = folder / "winds" / layout
-        words = flags_for(store, *few, "--climatology-dir", folder / "climatology", *flags)
-        parsed = options.parse_options("", words)
-        location = Location(str(store))
-        if endpoint:
-            location = Location(f"s3://winds/{layout}", endpoint, anonymous=True)
-        return task.make_datamodule(*task.make_data(parsed, location))
+        return make_datamodule(flags_for(folder / "winds" / layout, *few, *flags))
 
     return call
 
@@ -147,9 +139,10 @@ def test_no_map_is_kept(make_data, monkeypatch) -> None:
 def test_shards_in_a_bucket_that_fails_now_and_then_have_the_same_batches(make_data, folder: Path) -> None:
     """To the bit, whatever was read for them."""
     expected = list(make_data("single").train_loader())
+    bucket = ("--store", "s3://winds/shards", "--anonymous")
     faults = {"error_rate": 0.05, "reset_rate": 0.01, "truncate_rate": 0.01}
     with buckets.serving(folder, latency_ms=0, **faults) as address:
-        found = list(make_data("shards", endpoint=address).train_loader())
+        found = list(make_data("shards", *bucket, "--endpoint", address).train_loader())
         with urllib.request.urlopen(f"{address}/_counts") as reply:
             counts = json.load(reply)
     assert sum(counts[name] for name in ("SlowDown", "reset", "truncated")) > 0
