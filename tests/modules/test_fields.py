@@ -192,7 +192,6 @@ ON_GRID = "it is not in the store on time, latitude, longitude alone; there are"
 
 
 def with_v(change: Callable) -> Callable:
-    """Another v."""
     return lambda winds: winds.assign(v=change(winds.v))
 
 
