@@ -231,7 +231,6 @@ ON_GRID = "it is not in the store on time, latitude and longitude alone; there a
 
 
 def with_v(change: Callable) -> Callable:
-    """Another v."""
     return lambda winds: winds.assign(v=change(winds.v))
 
 

@@ -80,9 +80,7 @@ def test_the_rate_is_within_15_percent_of_chapters_2_and_4() -> None:
 
 def test_a_slow_network_or_exchange_limits_the_rate() -> None:
     """Steps of 0.2 s in which 8 MB are read, and 1 MB of gradients."""
-    measured = throughput.Measured(
-        40, waiting=0.25, requests_per_sample=2, bytes_per_sample=1e6, batch_size=8
-    )
+    measured = throughput.Measured(40, 0.25, 2, bytes_per_sample=1e6, batch_size=8)
 
     def predict(devices: int, **changes) -> throughput.Step:
         links = {"devices_per_machine": 4, "between_devices": 1e12, "of_a_machine": 1e12}
