@@ -97,10 +97,10 @@ def load_whole(folder: Checkpoints, name: str) -> dict:
         missing = PARTS - saved.keys()
     except Exception as error:  # torch raises many kinds, depending on the bytes
         reason = f"is no checkpoint ({type(error).__name__})"
-        raise CheckpointError(f"{reason}; give one that train.py wrote") from error
+        raise CheckpointError(f"{reason}; give one that this chapter wrote") from error
     if missing:
         listed = ", ".join(sorted(missing))
-        raise CheckpointError(f"has no {listed}; give one that train.py wrote")
+        raise CheckpointError(f"has no {listed}; give one that this chapter wrote")
     return saved
 
 
@@ -109,7 +109,7 @@ def make_start(name: str, saved: dict, options: dict) -> Start:
     states = saved["callbacks"]
     for callback in ("StepBoundary", "RunRecord"):
         if callback not in states:
-            remedy = "give one that train.py wrote"
+            remedy = "give one that this chapter wrote"
             raise CheckpointError(f"has no state of {callback}; {remedy}")
     record = states["RunRecord"]
     require_same(RESUME_KEYS, record["options"], options)
