@@ -24,7 +24,7 @@ TRAINING, VALIDATION, TEST = range(3)  # random streams: no part sees another's 
 def draw(kind: int, rng: np.random.Generator) -> np.ndarray:
     """A noisy image (1, SIZE, SIZE) of a shape somewhere in it."""
     row, column = np.mgrid[:SIZE, :SIZE]
-    radius = rng.uniform(2.5, 4.5)
+    radius = rng.uniform(3, 5)
     middle = rng.uniform(5, SIZE - 5, 2)
     down = np.abs(row - middle[0])
     across = np.abs(column - middle[1])
@@ -35,7 +35,7 @@ def draw(kind: int, rng: np.random.Generator) -> np.ndarray:
         far < radius,
         (far < radius) & (near < 1),
     )
-    noise = rng.normal(0, 0.5, (SIZE, SIZE))
+    noise = rng.normal(0, 0.3, (SIZE, SIZE))
     image = shapes[kind] + noise
     return image[np.newaxis].astype(np.float32)
 
