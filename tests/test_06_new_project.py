@@ -45,10 +45,6 @@ def project(request: pytest.FixtureRequest, projects: dict[str, Path]) -> Path:
     return projects[request.param]
 
 
-def scripts(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*.py") if "outputs" not in path.parts]
-
-
 # ------------------------------------------------------------------------------ what is in it
 
 
@@ -57,7 +53,7 @@ def test_each_file_of_the_chapter_is_in_it_or_is_declared_to_be_left_out(project
     left = [name for name in chapter if not (projects["winds"] / name).exists()]
     left += [name for name in chapter if name.name in THE_BOOKS]  # README.md is another one
     assert {name.parts[0] for name in left} == THE_BOOKS
-    replaced = {path.name for path in scripts(new_project.TEMPLATE / "blank")}
+    replaced = {path.name for path in new_project.TEMPLATE.glob("blank/*.py")}
     also = [name for name in chapter if not (projects["blank"] / name).exists() and name not in left]
     of_winds = {name.removesuffix("/") for name in new_project.OF_WINDS}
     assert {name.parts[0] for name in also} | replaced - {"shapes.py"} == of_winds
