@@ -76,7 +76,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-sys.path[:] = [name for name in sys.path if name != BOOKS_TESTS]
+sys.path[:] = [name for name in sys.path if not name.startswith(BOOKS_TESTS)]
 sys.path.append("tests")
 for path in Path().rglob("*.py"):
     name = path.with_suffix("").as_posix()
