@@ -72,13 +72,18 @@ def may_hold_secret(text: str) -> bool:
     return bool(url.scheme and url.query) or bool(is_web and url.fragment)
 
 
-def set_slots(args: argparse.Namespace) -> None:
-    """Fill in the slots; refuse a batch that cannot be shared among ranks or slots."""
+def check_batch_size(args: argparse.Namespace) -> None:
+    """Refuse a batch that cannot be shared among ranks and micro-batches."""
     smallest = args.devices * args.num_nodes * args.accumulate_grad_batches
     if args.batch_size < smallest:
         ranks = f"{args.devices} devices x {args.num_nodes} nodes"
         reason = f"{ranks} x {args.accumulate_grad_batches} micro-batches"
         refuse(f"--batch-size {args.batch_size}: {reason} need at least {smallest}")
+
+
+def set_slots(args: argparse.Namespace) -> None:
+    """Fill in the slots; refuse a batch that cannot be shared among ranks or slots."""
+    check_batch_size(args)
     if args.shuffle_slots is None:  # whatever the workers: they decide no result
         args.shuffle_slots = 4 * args.batch_size
     if args.shuffle_slots % args.batch_size:

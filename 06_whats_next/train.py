@@ -156,6 +156,8 @@ def run_from(
     if not trainer.is_global_zero:
         return {}
     metrics = summarize(options, start, clock)
+    trained = [weights for weights in model.parameters() if weights.requires_grad]
+    metrics["parameters"] = sum(weights.numel() for weights in trained)
     metrics["tested"] = tested
     metrics["seconds"] = perf_counter() - began
     task.report(metrics, options, trainer)

@@ -12,9 +12,10 @@ from pathlib import Path
 import book
 import checks
 import kubernetes_validate
-import options
 import pytest
 import yaml
+from options import Options
+from run_options import make_parser
 from survival.preemption import EXIT_AGAIN
 from torch.distributed import run as torchrun
 
@@ -31,7 +32,7 @@ SBATCH = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", (LAUNCH / "slurm.sbatch"
 
 def parse(flags: list[str]) -> Namespace:
     """What chapter 6's parser makes of flags; it exits at one that it does not know."""
-    args = options.make_parser("").parse_args(flags)
+    args = make_parser("", Options).parse_args(flags)
     assert args.resume == "auto"
     return args
 

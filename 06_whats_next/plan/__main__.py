@@ -10,6 +10,7 @@ comes from the run's summary, and what is paid from prices.toml: edit it.
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ PRICES = Path(__file__).parent.parent / "prices.toml"
 GIGA = 1e9
 MONTH = 730  # hours
 NO_GPU = ", no GPU"
+NETWORK = 266_522  # parameters of the book's, whose kept summary does not say them
 LONGEST_INTERVAL = 1.0  # hours between checkpoints, however rare the interruptions
 
 
@@ -148,6 +150,7 @@ def read_measured(path: Path) -> Measured:
             batch_size=options["batch_size"],
             devices=options["devices"] * options["num_nodes"],
             machine=name_machine(machine, options),
+            parameters=summary.get("parameters"),
         )
         check_measured(measured)
     except (OSError, LookupError, TypeError, ValueError, DataError) as error:
@@ -171,9 +174,20 @@ def check_measured(measured: Measured) -> None:
         raise DataError(f"its rate is {measured.samples_per_second} samples/s")
     if not 0 <= measured.waiting <= 1:
         raise DataError(f"it waited for data for {measured.waiting:.0%} of the time")
+    if measured.parameters is not None and not measured.parameters > 0:
+        raise DataError(f"its network has {measured.parameters} parameters")
     if measured.batch_size < 1 or measured.devices < 1:
         sizes = f"batch size {measured.batch_size} on {measured.devices} devices"
         raise DataError(f"it had a {sizes}")
+
+
+def count_parameters(given: float | None, measured: Measured) -> float:
+    """Those of the command line, or the run's, or the book's with a note."""
+    found = given or measured.parameters
+    if not found:
+        note = f"note: the run does not say its parameters, so {NETWORK:,} are taken"
+        print(f"{note}; give --parameters", file=sys.stderr)
+    return found or NETWORK
 
 
 def print_plans(plans: list[Plan]) -> None:
@@ -207,7 +221,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--samples", type=float, required=True, help="to train on: steps x global batch"
     )
     add("--devices", type=int, nargs="+", default=[1, 2, 4, 8], help="how many")
-    add("--parameters", type=float, default=266_522, help="of the network")
+    add("--parameters", type=float, help="of the network; if not given, the run's")
     add("--store-gb", type=float, default=0.0, help="size of the data in the bucket")
     egress = ("none", "region", "internet")
     add("--egress", choices=egress, default="none", help="which border the data cross")
@@ -222,7 +236,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name in ("samples", "parameters", "save_seconds", "restart_minutes"):
         value = getattr(args, name)
-        if not 0 < value < float("inf"):
+        if value is not None and not 0 < value < float("inf"):
             refuse(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
     if not 0 <= args.store_gb < float("inf"):
         refuse(f"--store-gb {args.store_gb:g}: give at least 0")
@@ -248,7 +262,7 @@ def main(argv: list[str] | None = None) -> list[Plan]:
         refuse(f"--device {args.device}: no price; choose from {kinds}, or add one")
     job = Job(
         samples=args.samples,
-        parameters=args.parameters,
+        parameters=count_parameters(args.parameters, measured),
         store_gigabytes=args.store_gb,
         save_seconds=args.save_seconds,
         restart_minutes=args.restart_minutes,

@@ -17,6 +17,7 @@ class Measured:
     batch_size: int  # over all devices
     devices: int = 1
     machine: str = ""
+    parameters: int | None = None  # that are trained
 
     @property
     def device_batch(self) -> float:

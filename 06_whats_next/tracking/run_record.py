@@ -28,9 +28,17 @@ from errors import CheckpointError, print_note, refuse
 from options import STORE_DEFAULTS, Options
 from results import describe_machine, list_versions
 
-HERE = Path(__file__).parent.parent  # the chapter's folder
+HERE = Path(__file__).parent.parent  # the folder of train.py
 # Programs beside train.py, on which no run depends.
-NOT_OF_A_RUN = ("plan/", "predict/", "preflight/", "studies/", "tune.py")
+NOT_OF_A_RUN = (
+    "new_project.py",
+    "plan/",
+    "predict/",
+    "preflight/",
+    "studies/",
+    "tests/",
+    "tune.py",
+)
 # Options that say how a start goes on from another, which a repeated run does not, and
 # where this machine keeps what it has computed.
 NOT_REPEATED = ("resume", "overwrite", "climatology_dir")
@@ -75,7 +83,7 @@ def describe_here() -> Record:
 
 
 def identify_code() -> dict[str, Any]:
-    """A checksum of the chapter's Python files; if Git has it, commit and changed files."""
+    """A checksum of the Python files here; if Git has it, commit and changed files."""
     files = sha256()
     paths = [*HERE.glob("*.py"), *HERE.glob("*/*.py")]
     for path in sorted(paths):
@@ -155,7 +163,7 @@ def repeatable(record: Record) -> dict:
     default = str(Path(options["output_dir"], "checkpoints"))
     if options["checkpoint_dir"] == default:
         del options["checkpoint_dir"]  # another output folder has its own
-    if options["shuffle_slots"] == 4 * options["batch_size"]:
+    if options.get("shuffle_slots") == 4 * options["batch_size"]:
         del options["shuffle_slots"]  # so that another batch has its own
     return options
 
@@ -185,7 +193,7 @@ def write_json(path: Path, content: dict) -> None:
 
 def read_record(path: Path) -> Record:
     """The record in a file of its own or in a checkpoint; exits with code 2 without one."""
-    remedy = "give record.json, or a checkpoint of this chapter"
+    remedy = "give record.json, or a checkpoint of train.py"
     if path.is_dir():
         path = path / "record.json"
     try:

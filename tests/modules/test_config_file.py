@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import options
 import pytest
+import run_options
 from lightning.pytorch import loggers
 from options import Options, parse_options
 
@@ -83,7 +83,7 @@ def test_a_file_or_a_loggers_package_that_is_not_there_is_named(
 ) -> None:
     last = last_line_of_refusal(lambda: parse_options("", ["--config", "nowhere.json"]), capsys)
     assert "--config nowhere.json: " in last
-    assert options.LOGGERS.keys() <= set(loggers.__all__)
-    monkeypatch.setattr(options, "find_spec", lambda package: package != "wandb" or None)
+    assert run_options.LOGGERS.keys() <= set(loggers.__all__)
+    monkeypatch.setattr(run_options, "find_spec", lambda package: package != "wandb" or None)
     last = last_line_of_refusal(lambda: parse_options("", ["--loggers", "CSVLogger", "WandbLogger"]), capsys)
     assert "--loggers WandbLogger" in last and "uv add wandb" in last

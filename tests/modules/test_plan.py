@@ -161,6 +161,21 @@ def test_machines_are_paid_as_a_whole_and_stop_one_by_one(finished: list[str]) -
     assert extra["on_demand", 12] < 1.005 * extra["on_demand", 1]
 
 
+def test_the_network_is_the_runs_unless_another_is_given(finished: list[str], tmp_path: Path, capsys) -> None:
+    """Gradients of a larger one take longer to exchange."""
+    flags = [*finished, *"--device small --samples 1e6 --devices 8".split()]
+
+    def rate(*more: str) -> float:
+        return plan.main([*flags, *more])[0].rate
+
+    assert rate() == rate("--parameters", str(plan.NETWORK))
+    assert "give --parameters" in capsys.readouterr().err
+    summary = json.loads((tmp_path / "summary.json").read_text()) | {"parameters": 10**9}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert rate() == rate("--parameters", "1e9") < 0.9 * rate("--parameters", "1e6")
+    assert capsys.readouterr().err == ""
+
+
 BAD_FLAGS = {
     "--device tpu": "--device tpu: no price; choose from small, pair",
     "--samples nan": "--samples nan: give a number above 0",
@@ -181,6 +196,7 @@ BAD_FILES = {  # what is written in the place of what, and what is said
     ("[devices]", "[devices"): "mend the table",
     ("40.0", "null"): "no measurement (",
     ("40.0", "NaN"): "its rate is nan samples/s",
+    ("40.0", '40.0, "parameters": -1'): "its network has -1 parameters",
     ("0.25", "1.5"): "it waited for data for 150% of the time",
     ("samples_per_second", "other"): "give the folder of a run that has ended",
     ('"devices"', '"other"'): "no measurement (",

@@ -10,7 +10,8 @@ import made_up_winds
 import pytest
 from errors import CheckpointError
 from fields import split_times
-from options import STORE_DEFAULTS, make_parser, parse_options
+from options import STORE_DEFAULTS, Options, parse_options
+from run_options import make_parser
 from store import FieldReader, Location
 from store_checksum import identify_data
 from tracking import run_record
@@ -30,7 +31,7 @@ def record(tmp_path: Path) -> Record:
 def test_the_command_line_of_a_record_gives_its_options(record: Record) -> None:
     command = shlex.split(run_record.command_of(record))
     assert command[:4] == "uv run python train.py".split()
-    again = vars(make_parser("").parse_args(command[4:]))
+    again = vars(make_parser("", Options).parse_args(command[4:]))
     for name, value in run_record.repeatable(record).items():
         assert again[name] == value, name
     assert "--patches-per-block" not in command  # a default
