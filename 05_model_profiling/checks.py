@@ -16,13 +16,9 @@ ODD_PORT = re.compile(r":\d*[^\d\]][^\]]*$")
 
 def check_store(flag: str, store: str | None) -> None:
     """Refuse a folder that is not there, and a file."""
-    if not store or "://" in store or Path(store).is_dir():
-        return
-    if Path(store).is_file():
-        remedy = "write it as a Zarr store, by ../03_cloud_data/make_store.py --source"
-        refuse(f"{flag} {store}: a file; {remedy}")
-    else:
-        refuse(f"{flag} {store}: no such folder; give a Zarr store, or a URL")
+    if store and "://" not in store and not Path(store).is_dir():
+        problem = "a file" if Path(store).is_file() else "no such folder"
+        refuse(f"{flag} {store}: {problem}; give a Zarr store, or a URL")
 
 
 def check_server(args: argparse.Namespace, *others: str) -> None:

@@ -41,5 +41,5 @@ def explain_blocks(dataset: xr.Dataset, names: list[str], times: int) -> str | N
     if chunks < MANY_CHUNKS and size < MANY_BYTES:
         return None
     cost = f"{chunks:,} chunks and {size / 1e9:.2g} GB"
-    remedy = "if that is slow, write it by make_store.py with a chunk for a few maps"
+    remedy = "if that is slow, write the store anew, with whole maps in a chunk"
     return f"a map is read with all {times} times of its chunks: {cost}; {remedy}"
