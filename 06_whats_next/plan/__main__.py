@@ -10,7 +10,6 @@ comes from the run's summary, and what is paid from prices.toml: edit it.
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,6 @@ PRICES = Path(__file__).parent.parent / "prices.toml"
 GIGA = 1e9
 MONTH = 730  # hours
 NO_GPU = ", no GPU"
-NETWORK = 266_522  # parameters of the book's, whose kept summary does not say them
 LONGEST_INTERVAL = 1.0  # hours between checkpoints, however rare the interruptions
 
 
@@ -181,15 +179,6 @@ def check_measured(measured: Measured) -> None:
         raise DataError(f"it had a {sizes}")
 
 
-def count_parameters(given: float | None, measured: Measured) -> float:
-    """Those of the command line, or the run's, or the book's with a note."""
-    found = given or measured.parameters
-    if not found:
-        note = f"note: the run does not say its parameters, so {NETWORK:,} are taken"
-        print(f"{note}; give --parameters", file=sys.stderr)
-    return found or NETWORK
-
-
 def print_plans(plans: list[Plan]) -> None:
     header = f"{'':10} {'devices':>7} {'samples/s':>9} {'hours':>7} {'save every':>10}"
     print(f"{header} {'cost':>9} {'idle':>8} {'bucket':>8} {'kWh':>8} {'kg CO2':>8}")
@@ -260,9 +249,12 @@ def main(argv: list[str] | None = None) -> list[Plan]:
     if args.device not in prices.devices:
         kinds = ", ".join(prices.devices)
         refuse(f"--device {args.device}: no price; choose from {kinds}, or add one")
+    parameters = args.parameters or measured.parameters
+    if not parameters:
+        refuse("--parameters: the run does not say how many its network has; give them")
     job = Job(
         samples=args.samples,
-        parameters=count_parameters(args.parameters, measured),
+        parameters=parameters,
         store_gigabytes=args.store_gb,
         save_seconds=args.save_seconds,
         restart_minutes=args.restart_minutes,

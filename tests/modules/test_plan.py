@@ -29,7 +29,7 @@ pair = {on_demand = 2, spot = 1, watts = 300, per_machine = 2, LINKS, spot_hours
 @pytest.fixture
 def finished(tmp_path: Path) -> list[str]:
     """The folder of a run of 40 samples a second on one device, and a table of prices that no reader edits."""
-    summary = {"samples_per_second": 40.0, "data_wait_share": 0.25}
+    summary = {"samples_per_second": 40.0, "data_wait_share": 0.25, "parameters": 266_522}
     summary |= {"requests_per_sample": 2.0, "bytes_per_sample": 50_000.0}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     options = {"batch_size": 8, "devices": 1, "num_nodes": 1}
@@ -168,12 +168,16 @@ def test_the_network_is_the_runs_unless_another_is_given(finished: list[str], tm
     def rate(*more: str) -> float:
         return plan.main([*flags, *more])[0].rate
 
-    assert rate() == rate("--parameters", str(plan.NETWORK))
-    assert "give --parameters" in capsys.readouterr().err
-    summary = json.loads((tmp_path / "summary.json").read_text()) | {"parameters": 10**9}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for parameters in (10**6, 10**9):
+        (tmp_path / "summary.json").write_text(json.dumps(summary | {"parameters": parameters}))
+        assert rate() == rate("--parameters", str(parameters))
+    assert rate() < 0.9 * rate("--parameters", "1e6")
+    del summary["parameters"]  # as in runs of before
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert rate() == rate("--parameters", "1e9") < 0.9 * rate("--parameters", "1e6")
-    assert capsys.readouterr().err == ""
+    with pytest.raises(SystemExit):
+        rate()
+    assert "--parameters: the run does not say how many" in capsys.readouterr().err
 
 
 BAD_FLAGS = {
@@ -196,7 +200,7 @@ BAD_FILES = {  # what is written in the place of what, and what is said
     ("[devices]", "[devices"): "mend the table",
     ("40.0", "null"): "no measurement (",
     ("40.0", "NaN"): "its rate is nan samples/s",
-    ("40.0", '40.0, "parameters": -1'): "its network has -1 parameters",
+    ("266522", "-1"): "its network has -1 parameters",
     ("0.25", "1.5"): "it waited for data for 150% of the time",
     ("samples_per_second", "other"): "give the folder of a run that has ended",
     ('"devices"', '"other"'): "no measurement (",
