@@ -114,7 +114,8 @@ def warn_of_few_blocks(order: BlockOrder) -> None:
     if order.slots <= order.blocks:
         return
     samples = order.blocks * order.patches_per_block
-    note = f"note: {order.blocks} blocks for --shuffle-slots {order.slots}"
+    blocks = "1 block" if order.blocks == 1 else f"{order.blocks} blocks"
+    note = f"note: {blocks} for --shuffle-slots {order.slots}"
     note += ": several slots hold patches of the same block"
     fewer = order.blocks // order.batch_size * order.batch_size
     remedy = f"give --shuffle-slots {fewer}, or" if fewer else "give"
