@@ -27,19 +27,21 @@ def count_times_per_chunk(dataset: xr.Dataset, names: list[str]) -> int:
 def explain_blocks(dataset: xr.Dataset, names: list[str], times: int) -> str | None:
     """What it takes to read whole maps of so many `times`, if that is a lot.
 
-    Chunks that are long in time and small on the map suit time series, and no maps.
+    Chunks that are long in time and small on the map suit time series, and no maps. Of a
+    further dimension, all values in a chunk are read with the chosen one.
     """
     named = select_present(dataset, names)
-    on_map = [name for name, dim in find_dimensions(named).items() if dim != "time"]
+    dimensions = find_dimensions(named)
+    on_map = [name for name, dim in dimensions.items() if dim != "time"]
     chunks = 0
     size = 0
     for variable in named.data_vars.values():
         along = variable.encoding.get("preferred_chunks", {})
         cells = [variable.sizes[dim] for dim in on_map]
         chunks += prod(ceil(n / along.get(dim, n)) for dim, n in zip(on_map, cells))
-        size += times * prod(cells) * variable.dtype.itemsize
+        beside = [along.get(d, 1) for d in variable.dims if d not in dimensions]
+        size += times * prod(cells) * prod(beside) * variable.dtype.itemsize
     if chunks < MANY_CHUNKS and size < MANY_BYTES:
         return None
-    cost = f"{chunks:,} chunks and {size / 1e9:.2g} GB"
     remedy = "if that is slow, write the store anew, with whole maps in a chunk"
-    return f"a map is read with all {times} times of its chunks: {cost}; {remedy}"
+    return f"a map is read in {chunks:,} chunks with all their times, {size / 1e6:,.4g} MB; {remedy}"

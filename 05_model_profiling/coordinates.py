@@ -11,9 +11,11 @@ DIMENSIONS = {
     "latitude": {"latitude", "lat", "degrees_north", "degree_north"},
     "longitude": {"longitude", "lon", "degrees_east", "degree_east"},
 }
-SAME_PLACE = 1e-4  # degrees, about 10 m: rows or columns that are nearer are the same
+SAME_PLACE = 0.01  # of the spacing: rows or columns that are nearer are the same
 ONCE_AROUND = 360 - 4e-3  # degrees: single precision may round by so much
-LARGEST = {"latitude": 90, "longitude": 720}  # degrees
+LARGEST = {"latitude": 90.001, "longitude": 720}  # degrees, with rounding
+# What units that are not degrees begin with; names such as "1" say nothing.
+OTHER_UNITS = ("m", "km", "kilom", "rad")
 
 
 def find_dimensions(dataset: xr.Dataset) -> dict[str, str]:
@@ -63,7 +65,7 @@ def sort_coordinates(dataset: xr.Dataset) -> xr.Dataset:
     if a coordinate is not finite, not in degrees, or has a place or a time twice.
     """
     for dim in DIMENSIONS.keys() & dataset.indexes.keys():
-        check_values(dataset[dim])
+        check_coordinate(dataset[dim])
     longitude = dataset.longitude + 0.0  # np.unwrap takes no integers
     dataset = dataset.assign_coords(longitude=longitude)
     steps = np.diff(np.unwrap(longitude, period=360))
@@ -84,7 +86,7 @@ def sort_coordinates(dataset: xr.Dataset) -> xr.Dataset:
     return dataset.isel(longitude=slice(0, columns))
 
 
-def check_values(coordinate: xr.DataArray) -> None:
+def check_coordinate(coordinate: xr.DataArray) -> None:
     """DataError that names the first value that is missing or cannot be in degrees."""
     name = str(coordinate.name)
     missing = np.flatnonzero(coordinate.isnull())
@@ -99,9 +101,9 @@ def check_values(coordinate: xr.DataArray) -> None:
     if coordinate.dtype.kind not in "iuf":
         raise DataError(f"{name} holds {coordinate.dtype}; it must be in degrees")
     units = str(coordinate.attrs.get("units", ""))
-    if units and not units.lower().startswith(("deg", "°")):
+    if units.lower().startswith(OTHER_UNITS):
         raise DataError(f"{name} is in {units}; it must be in degrees")
-    beyond = np.flatnonzero(~(np.abs(coordinate) <= LARGEST[name] + SAME_PLACE))
+    beyond = np.flatnonzero(~(np.abs(coordinate) <= LARGEST[name]))
     if beyond.size:
         reason = f"{name} has the value {coordinate.values[beyond[0]]:g}"
         raise DataError(f"{reason} at position {beyond[0]}; it must be in degrees")
@@ -113,10 +115,31 @@ def check_unique(coordinate: xr.DataArray) -> None:
     values = coordinate.values
     same = values[1:] == values[:-1]
     if name != "time":
-        same = np.diff(values) < SAME_PLACE
+        spacing = (values[-1] - values[0]) / (len(values) - 1)
+        same = np.diff(values) < SAME_PLACE * spacing
     twice = np.flatnonzero(same)
     if twice.size:
         both = f"{values[twice[0]]} and {values[twice[0] + 1]}"
         cause = "it was written twice, or a chunk of it is missing"
         reason = f"{name} has a value twice, {both}"
         raise DataError(f"{reason}: {cause}; write it anew")
+
+
+def may_be_fill(coordinate: xr.DataArray, position: int) -> bool:
+    """Whether the value at a position may be right, though its chunk is not there.
+
+    Zarr writes no chunk of nothing but its fill value, such as a first time of 0 that was
+    appended alone. It is right if the steps beside it are no other than the rest.
+    """
+    values = coordinate.values
+    if coordinate.isnull().any() or values.dtype.kind not in "iufM":
+        return False
+    steps = np.diff(values.astype("float64"))
+    beside = steps[max(0, position - 1) : position + 1]
+    rest = np.delete(steps, range(max(0, position - 1), min(position + 1, len(steps))))
+    if not rest.size:
+        return False
+    tolerance = 1e-3 * np.abs(rest).max()
+    low = rest.min() - tolerance
+    high = rest.max() + tolerance
+    return bool(((beside >= low) & (beside <= high)).all() and low * high > 0)

@@ -149,10 +149,13 @@ class PatchMaker:
     def check_finite(self, target: np.ndarray, patches: list[Patch]) -> None:
         """DataError that names variable and date of a value that is not finite."""
         # Quick: each value is looked at only if the sum is NaN or too large.
+        absurd = ABSURD / max(
+            1, self.std.max()
+        )  # `target` is over the standard deviation
         with np.errstate(over="ignore"):
-            if abs(target.sum()) < ABSURD:
+            if abs(target.sum()) < absurd:
                 return
-        bad = ~(np.abs(target) < ABSURD).all(axis=(2, 3))
+        bad = ~(np.abs(target) < absurd).all(axis=(2, 3))
         if bad.any():
             n, number = np.argwhere(bad)[0]
             reason = self.explain(target[n, number], patches[n], number)
@@ -161,7 +164,7 @@ class PatchMaker:
 
     def explain(self, target: np.ndarray, patch: Patch, number: int) -> str:
         """Why a variable's anomalies are not finite, and what to do about it."""
-        if not (np.abs(target[~np.isnan(target)]) < ABSURD).all():
+        if not np.isnan(target).any():
             return NO_VALUE
         mean = self.monthly_mean(patch)[number]
         valid = self.cut(self.valid[0], patch)

@@ -10,17 +10,16 @@ from coordinates import DIMENSIONS, find_dimensions, sort_coordinates
 from errors import DataError
 
 
-def select_variables(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
+def select_variables(dataset: xr.Dataset, names: list[str], choice: str) -> xr.Dataset:
     """The named variables on sorted dimensions; no value is read.
 
-    The order of dimensions stays that of the store. DataError if a variable cannot be used.
+    The order of dimensions stays that of the store. DataError if a variable cannot be
+    used; `choice` then says which there are.
     """
-    on_store = {str(name): dataset[name].dims for name in dataset.data_vars}
     dataset = name_dimensions(dataset, names)
     for name in names:
         if name not in dataset or not is_on_map(dataset[name]):
             reason = "it is not in the store on time, latitude and longitude alone"
-            choice = list_variables(on_store)
             needed = explain_need(dataset)
             raise DataError(
                 f"--variables {name}: {reason}; there are {choice}; {needed}"
@@ -47,11 +46,11 @@ def explain_need(dataset: xr.Dataset) -> str:
     return "each dimension needs coordinates and more than one value"
 
 
-def list_variables(dims: dict[str, tuple]) -> str:
+def list_variables(dataset: xr.Dataset) -> str:
     """The variables there are, each with its dimensions, in one line."""
     listed = []
-    for name, of_variable in dims.items():
-        listed.append(f"{name} ({', '.join(map(str, of_variable))})")
+    for name, variable in dataset.data_vars.items():
+        listed.append(f"{name} ({', '.join(map(str, variable.dims))})")
     return "; ".join(listed) or "no variable"
 
 
@@ -85,9 +84,12 @@ def explain_bounds(dataset: xr.Dataset, names: list[str]) -> str | None:
         return None
     time = dataset[times[0]]
     bounds = dataset.get(time.attrs.get("bounds"))
-    if bounds is None or bounds.ndim != 2 or bounds.dtype.kind not in "MO":
+    if bounds is None or bounds.dims[:1] != (times[0],) or bounds.shape[1:] != (2,):
         return None
-    begin, end = bounds.transpose(times[0], ...).values[[0, -1]].T
+    ends = bounds[[0, -1]]
+    if bounds.dtype.kind not in "MO" or ends.isnull().any():
+        return None
+    begin, end = ends.values.T
     middle = xr.DataArray(begin + (end - begin) / 2, dims="time").dt
     dated = xr.DataArray(time.values[[0, -1]], dims="time").dt
     if (middle.month == dated.month).any():

@@ -65,5 +65,6 @@ def is_same(value: object, text: str) -> bool:
 def describe_value(value: object) -> str:
     """As --level takes it: 6h, not nanoseconds."""
     if isinstance(value, np.timedelta64):
-        return f"{value / np.timedelta64(1, 'h'):g}h"
+        hours = value / np.timedelta64(1, "h")
+        return f"{hours:g}h" if hours == int(hours) else f"{60 * hours:g}min"
     return str(value)

@@ -15,16 +15,10 @@ import xarray as xr
 from filelock import FileLock
 from tqdm import tqdm
 
-from climatology import (
-    ABSURD,
-    NO_VALUE,
-    Climatology,
-    MonthlySums,
-    find_constant,
-    require_values,
-)
+from climatology import ABSURD, NO_VALUE, Climatology, MonthlySums, require_values
 from coordinates import DIMENSIONS, sort_coordinates
-from errors import DataError, first_line
+from decoding import FILLS, SCALES
+from errors import DataError, first_line, print_note
 from fields import Period
 from store import FieldReader
 
@@ -61,24 +55,32 @@ def load_climatology(
     name = "_".join([*sorted(reader.variables), *level, *span])
     if len(name) >= 200 or "/" in name:  # a file's name may have 255 letters
         name = sha256(name.encode()).hexdigest()
+    require_times(training, span, 2 if missing == "refuse" else LEAST_VALUES)
     climatology = None
     if missing == "refuse":
         climatology = read_statistics(reader, name)
-    if climatology is None or (
-        constant == "mask" and find_constant(climatology.mean).any()
-    ):
+    if climatology is None or (constant == "mask" and climatology.constant.any()):
         kind = missing if constant != "mask" else f"{missing}_constant"
         path = folder / f"{name}_{kind}_{identify(reader, training)}.npz"
         climatology = compute_once(reader, training, missing, constant, path)
-    size = np.nanmax(np.abs(climatology.mean), axis=(0, 2, 3))
+    check_constant(climatology, constant, reader.open())
+    changing = np.where(climatology.constant, 0, np.abs(climatology.mean))
+    size = np.nanmax(changing, axis=(0, 2, 3))
     least = 1e-6 * size  # what rounding leaves of a constant
     for variable, std, smallest in zip(reader.variables, climatology.std, least):
         if not std > smallest:
             reason = "in the training times it never differs from its month's mean"
             raise DataError(f"--variables {variable}: {reason}; leave it out")
-    if constant == "refuse":
-        refuse_constant(climatology, reader.open())
     return climatology
+
+
+def require_times(training: Period, span: list[str], least: int) -> None:
+    """DataError if no month has `least` training times."""
+    most = np.bincount(training.months).max()
+    if most < least:
+        reason = f"no month has {least} times there, as a climatology needs"
+        remedy = "give a period of more years, or a store of more times"
+        raise DataError(f"--train-times {' '.join(span)}: {reason}; {remedy}")
 
 
 def read_statistics(reader: FieldReader, name: str) -> Climatology | None:
@@ -98,26 +100,41 @@ def read_statistics(reader: FieldReader, name: str) -> Climatology | None:
     for dim in ("latitude", "longitude"):
         if not np.array_equal(statistics[dim], fields[dim]):
             reason = "its grid differs from the store's"
-            raise DataError(f"{group}: {reason}; run make_store.py again")
+            raise DataError(f"{group}: {reason}; write them anew")
     mean = statistics.to_dataarray("variable").astype("float32")
     mean = mean.transpose("month", "variable", "latitude", "longitude").values
     std = [statistics[variable].attrs["std"] for variable in reader.variables]
-    climatology = Climatology(mean, np.float32(std), reader.variables)
+    # All that monthly means tell: two that are equal to the last bit are of constants.
+    same = np.fmax.reduce(mean) == np.fmin.reduce(mean)
+    constant = same & ((~np.isnan(mean)).sum(axis=0) > 2)
+    climatology = Climatology(
+        mean, np.float32(std), reader.variables, constant=constant
+    )
     require_values(climatology.valid)
     return climatology
 
 
-def refuse_constant(climatology: Climatology, fields: xr.Dataset) -> None:
-    """DataError that says where and how many cells never change, if there are some."""
-    found = find_constant(climatology.mean) & climatology.valid
-    if not found.any():
+def check_constant(climatology: Climatology, constant: str, fields: xr.Dataset) -> None:
+    """DataError if cells never change and `constant` is "refuse"; a note if it is "mask".
+
+    A variable that changes nowhere is left to others.
+    """
+    changes = ~climatology.constant.all(axis=(1, 2), where=climatology.valid)
+    found = climatology.constant & changes[:, None, None]
+    if constant == "mask" and found.any():
+        number = climatology.constant.any(axis=0).sum()
+        print_note(f"{number} cells that never change are left out")
+    found &= climatology.valid
+    if constant != "refuse" or not found.any():
         return
     number, row, column = np.argwhere(found)[0]
     value = np.nanmax(climatology.mean[:, number, row, column])
+    share = found[number].sum() / climatology.valid.sum()
     place = f"latitude {fields.latitude.values[row]:g}"
     place += f", longitude {fields.longitude.values[column]:g}"
-    share = found[number].sum() / climatology.valid.sum()
-    reason = f"{share:.1%} of its cells never change in the training times"
+    reason = (
+        f"{share:.1%} of its cells do not change at the training times that were read"
+    )
     reason += f", such as {value:g} at {place}"
     remedy = (
         "give --constant-cells mask if that stands for no value, keep if it is real"
@@ -142,32 +159,33 @@ def compute_once(
             problem = f"--climatology-dir {path.parent}: {reason}"
             remedy = "give a folder that can be written to"
             raise DataError(f"{problem}; {remedy}") from error
-    mean, std = kept
-    return Climatology(mean, std, reader.variables, missing)
+    mean, std, is_constant = kept
+    return Climatology(mean, std, reader.variables, missing, is_constant)
 
 
-def read_kept(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """Mean and std; None if there is no such file, or none that is whole."""
+def read_kept(path: Path) -> tuple[np.ndarray, ...] | None:
+    """Mean, std and constant cells; None if there is no such file, or none that is whole."""
     try:
         with np.load(path) as arrays:
-            return arrays["mean"], arrays["std"]
+            return arrays["mean"], arrays["std"], arrays["constant"]
     except (OSError, EOFError, KeyError, ValueError, BadZipFile):
         return None
 
 
 def compute(
     reader: FieldReader, training: Period, missing: str, constant: str, path: Path
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and std, which are also written to the file."""
+) -> tuple[np.ndarray, ...]:
+    """Mean, std and constant cells, which are also written to the file."""
     if missing == "mask":
         times = "all training times"
-        mean, std = average_present(reader, training, constant, path)
+        found = average_present(reader, training, constant, path)
     else:
         times = "a sample"
-        mean, std = average_sample(reader, training, constant)
-    save(path, mean=mean, std=std)
+        found = average_sample(reader, training, constant)
+    mean, std, is_constant = found
+    save(path, mean=mean, std=std, constant=is_constant)
     print(f"climatology of {times}, kept in {os.path.relpath(path)}")
-    return mean, std
+    return found
 
 
 def save(path: Path, **arrays: np.ndarray) -> None:
@@ -192,18 +210,24 @@ def identify(reader: FieldReader, training: Period) -> str:
     parts += [reader.read(variable, first).tobytes() for variable in reader.variables]
     # The chunks, too: a pass that was stopped has counted those that are in its sums.
     parts += [reader.level, reader.times_per_chunk, TIMES_A_MONTH, LEAST_VALUES]
+    # What the stored numbers mean.
+    parts += [reader.limits[variable] for variable in reader.variables]
+    for variable in reader.variables:
+        encoding = fields[variable].encoding
+        parts += [str(encoding.get(key)) for key in (*FILLS, *SCALES)]
     return sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def average_sample(
     reader: FieldReader, training: Period, constant: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and std, as a Climatology has them, from TIMES_A_MONTH times of each month.
+) -> tuple[np.ndarray, ...]:
+    """Mean, std and constant cells, as a Climatology has them, from TIMES_A_MONTH times of each month.
 
     The times are the same in every run.
     """
     rng = np.random.default_rng(SAMPLE_STREAM)
     means, squares, counts = [], [], []
+    lowest, highest = [], []
     for month in tqdm(range(12), "months sampled", disable=None):
         of_month = training.positions[training.months == month]
         times = np.sort(rng.permutation(of_month)[:TIMES_A_MONTH])
@@ -218,22 +242,27 @@ def average_sample(
         means.append(mean)
         squares.append(np.nansum((values - mean[:, None]) ** 2, axis=1))
         counts.append(count)
+        if times.size:
+            lowest.append(np.fmin.reduce(values, axis=1))
+            highest.append(np.fmax.reduce(values, axis=1))
     counted = np.sum(counts, axis=0)
     valid = (counted > 0).all(axis=0)
     mean = np.float32(means)
+    same = np.fmin.reduce(lowest) == np.fmax.reduce(highest)
+    is_constant = same & (counted > 1)
     if constant == "mask":
-        valid &= ~find_constant(mean).any(axis=0)
+        valid &= ~is_constant.any(axis=0)
         mean[:, :, ~valid] = np.nan
     require_values(valid)
     variance = np.sum(squares, axis=0)[:, valid].sum(axis=1)
     variance /= counted[:, valid].sum(axis=1)
-    return mean, np.float32(variance**0.5)
+    return mean, np.float32(variance**0.5), is_constant
 
 
 def average_present(
     reader: FieldReader, training: Period, constant: str, path: Path
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and std of what is present at all training times, each chunk read once.
+) -> tuple[np.ndarray, ...]:
+    """Mean, std and constant cells of what is present at all training times, each chunk read once.
 
     A few threads read ahead; the blocks are added in order, so that the sums are the same
     in every pass. They are saved now and then, and a pass that was stopped goes on from there.

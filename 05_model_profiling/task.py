@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from block_loader import BlockOrder, Window
-from climatology import describe_shares
+from climatology import describe_shares, require_months
 from data import Data, Grid
 from datamodule import WindDataModule
 from errors import print_note
@@ -55,7 +55,10 @@ def make_data(options: Options, location: Location) -> tuple[Options, Data]:
         climatology=climatology,
         units=units,
     )
-    note = describe_shares(data.climatology_shares())
+    shares = data.climatology_shares()
+    if options.missing == "refuse":
+        require_months(shares)
+    note = describe_shares(shares)
     if note:
         print_note(note)
     return options, data

@@ -22,6 +22,8 @@ class Climatology:
     std: np.ndarray  # (variables,), of the anomalies over all valid cells
     variables: list[str]
     missing: str = "refuse"  # or "mask": cells may be absent at single times
+    # (variables, latitude, longitude): where a variable had one value at all times.
+    constant: np.ndarray | None = None
 
     @property
     def valid(self) -> np.ndarray:
@@ -41,15 +43,13 @@ class Climatology:
         return dict(zip(names, found.tolist()))
 
 
-def find_constant(mean: np.ndarray) -> np.ndarray:
-    """Where a variable has the same mean in every month, (variables, latitude, longitude).
-
-    To the last bit: it has one value at all times, as land may have, or an unnamed fill value.
-    """
-    months = (~np.isnan(mean)).sum(axis=0)
-    # fmax and fmin pass over months without a mean.
-    same = np.fmax.reduce(mean) == np.fmin.reduce(mean)
-    return same & (months > 1)
+def require_months(shares: dict[str, float]) -> None:
+    """DataError if a month has no climatology at all, by Climatology.shares."""
+    lacking = [month for month, share in shares.items() if not share]
+    if lacking:
+        reason = f"no climatology of {', '.join(lacking)}, which are in a period"
+        remedy = "give periods of the same months, or --missing mask to leave them out"
+        raise DataError(f"--train-times: {reason}; {remedy}")
 
 
 class MonthlySums:
@@ -60,6 +60,8 @@ class MonthlySums:
         self.count = np.zeros((12, 1, height, width), "int32")
         self.total = np.zeros((12, variables, height, width))
         self.squares = np.zeros_like(self.total)
+        self.lowest = np.full((variables, height, width), np.inf, "float32")
+        self.highest = -self.lowest
 
     def add(self, values: np.ndarray, months: np.ndarray) -> None:
         """Add a block, (variables, times, H, W). A cell is present if all variables are."""
@@ -72,26 +74,30 @@ class MonthlySums:
             self.count[month] += here.sum(axis=0)
             self.total[month] += seen.sum(axis=1)
             self.squares[month] += (seen**2).sum(axis=1)
+        values = np.where(present, values, np.nan)
+        self.lowest = np.fmin(self.lowest, np.fmin.reduce(values, axis=1))
+        self.highest = np.fmax(self.highest, np.fmax.reduce(values, axis=1))
         self.blocks += 1
 
-    def average(self, least: int, constant: str) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and std, as a Climatology has them, of cells with `least` values in a month.
+    def average(self, least: int, constant: str) -> tuple[np.ndarray, ...]:
+        """Mean, std and constant cells, as a Climatology has them.
 
-        If `constant` is "mask", without the cells of find_constant. DataError if no cell
-        is left.
+        Of cells with `least` values in a month; if `constant` is "mask", without constant
+        cells. DataError if no cell is left.
         """
+        is_constant = (self.lowest == self.highest) & (self.count.sum(axis=0) > 1)
         enough = self.count >= least
         mean = np.full(self.total.shape, np.nan)
         np.divide(self.total, self.count, out=mean, where=enough)
         if constant == "mask":
-            enough = enough & ~find_constant(np.float32(mean)).any(axis=0)
+            enough = enough & ~is_constant.any(axis=0)
             mean = np.where(enough, mean, np.nan)
         require_values(enough.any(axis=0))
         spread = self.squares - self.total * mean  # sum of the squared anomalies
         number = self.count[enough].sum()
         variance = np.nansum(spread, axis=(0, 2, 3)) / number
         std = variance.clip(0) ** 0.5
-        return np.float32(mean), np.float32(std)
+        return np.float32(mean), np.float32(std), is_constant
 
 
 def describe_shares(shares: dict[str, float]) -> str:

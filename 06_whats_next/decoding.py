@@ -5,46 +5,67 @@ from dataclasses import dataclass
 import numpy as np
 import xarray as xr
 
-from errors import DataError
+from errors import DataError, first_line
+from remedies import find_remedy
 
 # What netCDF fills integers of so many bytes with until they are written; bytes have none.
 DEFAULT_FILLS = {2: -32767, 4: -2147483647, 8: -9223372036854775806}
 FILLS = ("_FillValue", "missing_value")
-OTHERS = ("valid_range", "valid_min", "valid_max", "scale_factor", "add_offset")
+LIMITS = ("valid_range", "valid_min", "valid_max")
+SCALES = ("scale_factor", "add_offset")
 
 
-def decode(stored: xr.Dataset) -> xr.Dataset:
-    """Variables and coordinates in their units; no value of a variable is read.
+def decode(stored: xr.Dataset, names: list[str]) -> xr.Dataset:
+    """The named variables and all coordinates in their units; no value of a variable is read.
 
     What is outside of a valid range is left to find_limits. DataError names the attribute
     that cannot be used.
     """
     decodable = stored.copy()
     for name, variable in decodable.variables.items():
-        if variable.dtype.kind in "iuf":
-            require_numbers(str(name), variable.attrs)
+        if name in names and variable.dtype.kind in "iuf":
+            variable.attrs |= read_numbers(str(name), variable.attrs)
             match_type(variable)
+    bounds = {variable.attrs.get("bounds") for variable in stored.coords.values()}
+    others = set(stored.data_vars) - set(names) - bounds
     try:
-        return xr.decode_cf(decodable)
+        return xr.decode_cf(decodable, drop_variables=others)
+    except DataError:
+        raise
     except Exception as error:  # cftime's and pandas' share no base
-        reason = str(error.__cause__ or error).strip().split("\n")[0]
-        remedy = "mend its attributes, such as the units of time"
-        if "reference year" in reason:
+        remedy = find_remedy(error)
+        if "decode time" in str(error):
+            error = error.__cause__ or error
+            remedy = "mend its attributes, such as the units of time"
+        if "reference year" in str(error):
             remedy = "give time the calendar proleptic_gregorian, which has a year 0"
-        raise DataError(f"{reason}; {remedy}") from error
+        raise DataError(f"{first_line(error)}; {remedy}") from error
 
 
-def require_numbers(name: str, attributes: dict) -> None:
-    """DataError if an attribute is a text, which xarray would pass over, or a wrong list."""
-    for key in (*FILLS, *OTHERS):
-        value = attributes.get(key, 0)
-        if isinstance(value, str):
-            reason = f"its attribute {key} is the text {value!r}"
-            raise DataError(f"{name}: {reason}; write it as a number")
-        numbers = 2 if key == "valid_range" else 1
-        if key in attributes and key not in FILLS and np.size(value) != numbers:
-            reason = f"its attribute {key} has {np.size(value)} numbers"
-            raise DataError(f"{name}: {reason}, not {numbers}; mend it")
+def read_numbers(name: str, attributes: dict) -> dict[str, np.ndarray]:
+    """The attributes that must be numbers, also if they are written as texts.
+
+    DataError if they are none: xarray would scale nothing, and not say so.
+    """
+    numbers = {}
+    for key in (*FILLS, *LIMITS, *SCALES):
+        if key not in attributes:
+            continue
+        value = np.asarray(attributes[key])
+        if value.dtype.kind == "U":
+            try:
+                value = value.astype("float64")
+            except ValueError:
+                pass  # no number, as is said below
+        size = 2 if key == "valid_range" else 1
+        if value.dtype.kind not in "iuf" or (key not in FILLS and value.size != size):
+            reason = f"its attribute {key} is {attributes[key]!r}"
+            wanted = "two numbers" if size == 2 else "a number"
+            raise DataError(f"{name}: {reason}; write {wanted}")
+        numbers[key] = value.squeeze()[()]
+        if key in SCALES:  # xarray scales by an integer in integers, which have no NaN
+            numbers[key] = float(numbers[key])
+    return numbers
 
 
 def match_type(variable: xr.Variable) -> None:
@@ -53,9 +74,16 @@ def match_type(variable: xr.Variable) -> None:
     JSON has no single precision: a float32 never equals its missing_value of -9999.9.
     """
     for key in FILLS:
-        if key in variable.attrs and variable.dtype.kind == "f":
-            fill = np.asarray(variable.attrs[key])
+        if key not in variable.attrs:
+            continue
+        fill = np.asarray(variable.attrs[key])
+        if variable.dtype.kind == "f":
             variable.attrs[key] = fill.astype(variable.dtype)[()]
+        elif key == "missing_value" and is_unsigned(
+            variable
+        ):  # xarray forgets this one
+            unsigned = fill.astype(variable.dtype).astype(f"u{variable.dtype.itemsize}")
+            variable.attrs[key] = unsigned[()]
 
 
 @dataclass(frozen=True)
@@ -74,36 +102,58 @@ class Limits:
 def find_limits(stored: xr.Variable) -> Limits | None:
     """Between which values a variable is valid; None if all are.
 
-    As the NetCDF Users Guide has it. Integers without a fill value may hold netCDF's own.
+    As the NetCDF Users Guide has it. Signed integers without a fill value may hold
+    netCDF's own. A range that is_left_over is not used.
     """
-    low, high = stored.attrs.get("valid_range", (-np.inf, np.inf))
-    low = attribute(stored, "valid_min", low)
-    high = attribute(stored, "valid_max", high)
-    has_fill = any(key in stored.attrs for key in FILLS)
+    numbers = read_numbers("", stored.attrs)
+    scale = numbers.get("scale_factor", 1.0)
+    offset = numbers.get("add_offset", 0.0)
+    low, high = numbers.get("valid_range", (-np.inf, np.inf))
+    low = numbers.get("valid_min", low)
+    high = numbers.get("valid_max", high)
+    is_integer = stored.dtype.kind in "iu"
+    has_fill = any(key in numbers for key in FILLS)
+    if is_left_over(stored):
+        low, high = -np.inf, np.inf
     if stored.dtype.kind == "i" and not has_fill and not is_unsigned(stored):
         low = max(low, 1 + DEFAULT_FILLS.get(stored.dtype.itemsize, -np.inf))
     if (low, high) == (-np.inf, np.inf):
         return None
-    return Limits(*sorted([unpack(low, stored), unpack(high, stored)]))
+    if is_unsigned(stored):
+        low, high = (to_unsigned(limit, stored) for limit in (low, high))
+    if not is_integer or not has_parts(low, high):  # packed as the values are
+        low, high = sorted([low * scale + offset, high * scale + offset])
+    # An end may have been written in single precision.
+    margin = abs(scale) / 2 if is_integer else 0.0
+    return Limits(float(low) - margin, float(high) + margin)
 
 
-def attribute(stored: xr.Variable, name: str, default: float) -> int | float:
-    """A number, also if it is written as an array of one."""
-    return np.asarray(stored.attrs.get(name, default)).item()
+def is_left_over(stored: xr.Variable) -> bool:
+    """Whether the range is that of packed integers, from which floats have been made."""
+    given = [stored.attrs[key] for key in LIMITS if key in stored.attrs]
+    are_whole = [np.asarray(limit).dtype.kind in "iu" for limit in given]
+    return stored.dtype.kind == "f" and any(are_whole)
 
 
-def unpack(limit: int | float, stored: xr.Variable) -> float:
-    """An end of the valid range in the variable's units, by xarray's own operations.
+def explain_limits(name: str, stored: xr.Variable) -> str | None:
+    """That a range is not used, if that is so."""
+    if not is_left_over(stored):
+        return None
+    reason = "its valid range is of whole numbers, as packed values have"
+    return f"{name}: {reason}, and is not used"
 
-    It is packed as the values are, unless they are integers and it is not.
-    """
-    is_given = np.isfinite(limit)
-    if is_given and stored.dtype.kind in "iu" and isinstance(limit, float):
+
+def has_parts(*limits: float) -> bool:
+    """Whether one of the limits was given as no whole number: those of integers are whole."""
+    given = [limit for limit in limits if np.isfinite(limit)]
+    return any(np.asarray(limit).dtype.kind == "f" for limit in given)
+
+
+def to_unsigned(limit: float, stored: xr.Variable) -> float:
+    """A limit as the unsigned number of the same bits; infinity as it is."""
+    if not np.isfinite(limit):
         return limit
-    if is_given and is_unsigned(stored):
-        limit %= 2 ** (8 * stored.dtype.itemsize)
-    scale = attribute(stored, "scale_factor", 1)
-    return limit * scale + attribute(stored, "add_offset", 0)
+    return int(limit) % 2 ** (8 * stored.dtype.itemsize)
 
 
 def is_unsigned(stored: xr.Variable) -> bool:

@@ -1,6 +1,7 @@
 """A Zarr store behind a path or a URL, read many regions at once, every request counted."""
 
 import asyncio
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,9 +26,10 @@ from zarr.abc.store import Store as ZarrStore
 from zarr.storage import ObjectStore, WrapperStore
 
 from chunking import count_times_per_chunk, explain_blocks
-from decoding import Limits, decode, find_limits
+from coordinates import may_be_fill
+from decoding import Limits, decode, explain_limits, find_limits
 from errors import DataError, first_line
-from fields import explain_bounds, select_present, select_variables
+from fields import explain_bounds, list_variables, select_present, select_variables
 from levels import select_level
 from remedies import explain_absence, explain_missing, find_remedy
 
@@ -197,12 +199,18 @@ def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
     return store, stored
 
 
-def require_coordinates(store: CountingStore, stored: xr.Dataset) -> None:
-    """DataError if a chunk of a coordinate is missing, which reads as its fill value."""
+def require_coordinates(store: CountingStore, dataset: xr.Dataset) -> None:
+    """DataError if a chunk of a coordinate is missing, unless Zarr may have left it out."""
     for key in sorted(store.absent):
-        if key.split("/")[0] in stored.indexes:
-            reason = f"{key}: this chunk of a coordinate is missing"
-            raise DataError(f"{reason}; copy it again, or write the coordinate anew")
+        name, *_, number = re.split("[/.]", key)
+        if name not in dataset.indexes:
+            continue
+        coordinate = dataset[name]
+        chunk = coordinate.encoding.get("preferred_chunks", {}).get(name, 0)
+        if chunk == 1 and may_be_fill(coordinate, int(number)):
+            continue
+        reason = f"{key}: this chunk of a coordinate is missing"
+        raise DataError(f"{reason}; copy it again, or write the coordinate anew")
 
 
 class FieldReader:
@@ -238,21 +246,32 @@ class FieldReader:
         with self.opening:  # many threads may come at once
             if self.fields is None:
                 self.store, stored = open_store(self.location)
-                require_coordinates(self.store, select_present(stored, self.variables))
-                dataset = decode(stored)
-                self.times_per_chunk = count_times_per_chunk(dataset, self.variables)
-                if self.level is not None:
-                    dataset = select_level(dataset, self.variables, self.level)
-                self.fields = select_variables(dataset, self.variables)
-                blocks = explain_blocks(dataset, self.variables, self.times_per_chunk)
-                notes = [blocks, explain_bounds(dataset, self.variables)]
-                self.notes = [note for note in notes if note]
-                for name in self.variables:
-                    self.limits[name] = find_limits(stored.variables[name])
-                    encoding = self.fields[name].encoding
-                    rule = explain_missing(encoding, self.location.missing_chunks)
-                    self.store.rules[name] = rule
+                self.prepare(self.store, stored)
         return self.fields
+
+    def prepare(self, store: CountingStore, stored: xr.Dataset) -> None:
+        """Find the variables, and what their values and their missing chunks mean."""
+        names = self.variables
+        choice = list_variables(stored)
+        dataset = decode(stored, names)
+        require_coordinates(store, select_present(dataset, names))
+        self.times_per_chunk = count_times_per_chunk(dataset, names)
+        notes = [explain_blocks(dataset, names, self.times_per_chunk)]
+        if self.level is not None:
+            dataset = select_level(dataset, names, self.level)
+        fields = select_variables(dataset, names, choice)
+        for name in names:
+            self.limits[name] = find_limits(stored.variables[name])
+            notes.append(explain_limits(name, stored.variables[name]))
+            encoding = fields[name].encoding
+            if "fill_value" not in encoding:  # of Zarr 2, where xarray may not say it
+                array = zarr.open_group(store, mode="r")[name]
+                encoding = encoding | {"fill_value": array.fill_value}
+            rule = explain_missing(encoding, self.location.missing_chunks)
+            store.rules[name] = rule
+        notes.append(explain_bounds(dataset, names))
+        self.notes = [note for note in notes if note]
+        self.fields = fields  # last: it says that the rest is there
 
     def counted_apart(self) -> "FieldReader":
         """A reader of the same open store that counts only what is read through it."""

@@ -22,7 +22,7 @@ REASONS = {
 
 def complete(options: Options, fields: xr.Dataset) -> Options:
     """The options, and for each that is not given the default, or what fits the store."""
-    split_times(fields.time, {})  # DataError unless they are dates
+    require_dates(fields.time)
     missing = [name for name in STORE_DEFAULTS if getattr(options, name) is None]
     chosen = {name: STORE_DEFAULTS[name] for name in missing}
     periods = [name for name in PERIODS if name in missing]
@@ -32,6 +32,11 @@ def complete(options: Options, fields: xr.Dataset) -> Options:
     if "patch_size" in missing:
         chosen["patch_size"] = choose_patch_size(fields)
     return replace(options, **chosen)
+
+
+def require_dates(time: xr.DataArray) -> None:
+    """DataError unless the times are dates."""
+    split_times(time, {})
 
 
 def has_years(time: xr.DataArray, spans: list[list[str]]) -> bool:
@@ -60,16 +65,20 @@ def split_dates(time: xr.DataArray) -> dict[str, list[str]]:
 
 
 def choose_patch_size(fields: xr.Dataset) -> int:
-    """The default, or the largest multiple of 4 that fits; at least 16."""
+    """The default, or the largest multiple of 4 that fits if it is at least 16."""
     shortest = min(fields.latitude.size, fields.longitude.size)
-    return max(16, min(PATCH_SIZE, shortest // 4 * 4))
+    fitting = min(PATCH_SIZE, shortest // 4 * 4)
+    return fitting if fitting >= 16 else PATCH_SIZE  # which is refused
 
 
 def print_defaults(given: Options, options: Options) -> None:
     """A note for each option that was not given and was chosen to fit the store."""
+    has_period = any(getattr(given, name) is not None for name in PERIODS)
     for name, default in STORE_DEFAULTS.items():
         value = getattr(options, name)
-        if getattr(given, name) is not None or value == default:
+        is_expected = value == default and not (has_period and name in PERIODS)
+        if getattr(given, name) is not None or is_expected:
             continue
         words = " ".join(value) if name in PERIODS else value
-        print_note(f"{flag_of(name)} {words}: {REASONS[name]}")
+        reason = "the default" if value == default else REASONS[name]
+        print_note(f"{flag_of(name)} {words}: {reason}")

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from block_loader import Window
 from checks import check_folder
 from config_file import make_flags
-from errors import CheckpointError, print_note, refuse
-from options import STORE_DEFAULTS, Options
+from errors import CheckpointError, DataError, print_note, refuse
+from options import RESUME_KEYS, STORE_DEFAULTS, Options
 from results import describe_machine, list_versions
 
 HERE = Path(__file__).parent.parent  # the folder of train.py
@@ -143,7 +143,7 @@ def check_record(before: Record, now: Record) -> None:
 
 
 class RunRecord(Callback):
-    """Puts the run's record in each checkpoint."""
+    """Puts the run's record in each checkpoint, and compares it over the ranks."""
 
     state_key = "RunRecord"
 
@@ -152,6 +152,18 @@ class RunRecord(Callback):
 
     def state_dict(self) -> Record:
         return self.record
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """DataError on all ranks, if a store changed between the times at which they opened it."""
+        decisive = {name: self.record["options"].get(name) for name in RESUME_KEYS}
+        text = json.dumps([decisive, self.record["data"]])
+        digest = int.from_bytes(sha256(text.encode()).digest()[:7])
+        own = torch.tensor(digest, device=module.device)
+        if (trainer.strategy.all_gather(own) != own).any():
+            reason = (
+                "ranks found different times or values, so it has changed meanwhile"
+            )
+            raise DataError(f"{reason}; start the run again")
 
 
 def repeatable(record: Record) -> dict:

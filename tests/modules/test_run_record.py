@@ -3,12 +3,15 @@
 import json
 import shlex
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import made_up_winds
 import pytest
-from errors import CheckpointError
+import torch
+from errors import CheckpointError, DataError
 from fields import split_times
 from options import STORE_DEFAULTS, Options, parse_options
 from run_options import make_parser
@@ -96,3 +99,20 @@ def test_the_same_data_elsewhere_have_the_same_checksum_and_others_do_not(tmp_pa
     winds.u[0, 5, 5] += 1
     other = identify(made_up_winds.write(tmp_path / "other.zarr", winds))
     assert other["values"] != whole["values"]
+
+
+@pytest.mark.parametrize("part", ["options", "data", None])
+def test_ranks_that_found_other_data_do_not_train(part: str | None) -> None:
+    """As when a store grows while the ranks open it one after another, and a default follows it."""
+    records = [{"options": {"train_times": ["1982", "1989"]}, "data": {"values": "abc"}} for _ in range(2)]
+    if part:
+        records[1][part] = {"train_times": ["1982", "1990"], "values": "abd"}
+    found = []
+    alone = SimpleNamespace(strategy=SimpleNamespace(all_gather=lambda own: found.append(own) or own))
+    module = SimpleNamespace(device=torch.device("cpu"))
+    for record in records:
+        run_record.RunRecord(record).on_fit_start(alone, module)
+    together = SimpleNamespace(strategy=SimpleNamespace(all_gather=lambda own: torch.stack(found[:2])))
+    for record in records:
+        with pytest.raises(DataError, match="ranks found different times") if part else nullcontext():
+            run_record.RunRecord(record).on_fit_start(together, module)

@@ -259,6 +259,60 @@ def test_a_missing_chunk_of_a_coordinate_is_always_refused(
         reader_of(tmp_path / "store", missing_chunks="fill").open()
 
 
+@pytest.mark.parametrize("lost", [None, 1, 3])
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_times_that_were_appended_one_by_one_are_read(
+    zarr_format: int, lost: int | None, winds: xr.Dataset, tmp_path: Path
+) -> None:
+    """Zarr writes no chunk for the first one, which is 0; one that is lost is damage, here as elsewhere."""
+    few = winds.isel(time=slice(6))
+    few.isel(time=[0]).to_zarr(tmp_path / "store", zarr_format=zarr_format, consolidated=False)
+    for number in range(1, 6):
+        few.isel(time=[number]).to_zarr(tmp_path / "store", append_dim="time", consolidated=False)
+    chunk = {2: "time/{}", 3: "time/c/{}"}[zarr_format]
+    assert not (tmp_path / "store" / chunk.format(0)).exists()
+    reader = reader_of(tmp_path / "store")
+    if lost is None:
+        np.testing.assert_array_equal(reader.open().time, few.time)
+        return
+    (tmp_path / "store" / chunk.format(lost)).unlink()
+    with pytest.raises(DataError, match="this chunk of a coordinate is missing"):
+        reader.open()
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_missing_chunk_that_reads_as_0_is_refused_whatever_stands_for_no_value(
+    zarr_format: int, winds: xr.Dataset, tmp_path: Path
+) -> None:
+    """Where only an attribute says what stands for none, as xarray itself writes it."""
+    few = winds.isel(time=slice(4))
+    encoding = {"missing_value": -999.0, "_FillValue": None}
+    few.to_zarr(tmp_path / "store", zarr_format=zarr_format, encoding={"u": encoding}, consolidated=False)
+    np.testing.assert_array_equal(reader_of(tmp_path / "store").read("u", {"time": 2}), few.u[2])
+    shutil.rmtree(tmp_path / "store/u/c", ignore_errors=True)
+    for chunk in (tmp_path / "store/u").glob("[0-9]*"):
+        chunk.unlink()
+    with pytest.raises(DataError, match="this chunk is missing"):
+        reader_of(tmp_path / "store").read("u", {"time": 2})
+
+
+def test_a_store_that_could_not_be_opened_may_be_opened_again(
+    folder: Path, winds: xr.Dataset, monkeypatch
+) -> None:
+    """Nothing half-made is left: what failed once is read as if it had not."""
+    reader = reader_of(folder / "whole")
+    with monkeypatch.context() as broken, pytest.raises(DataError, match="a moment"):
+        broken.setattr(store, "find_limits", lambda stored: (_ for _ in ()).throw(DataError("a moment")))
+        reader.open()
+    np.testing.assert_array_equal(reader.read("v", {"time": 2}), winds.v[2])
+
+
+def test_what_should_be_known_of_a_store_is_printed(winds: xr.Dataset, tmp_path: Path, capsys) -> None:
+    path = write(tmp_path / "series", winds, (144, 2, 2))
+    make_datamodule(flags_for(path))
+    assert "note: a map is read in 400 chunks" in capsys.readouterr().out
+
+
 def test_a_coordinate_that_is_not_used_may_lack_chunks(winds: xr.Dataset, tmp_path: Path) -> None:
     """And so may one of a single value, such as the height 0, whose chunk Zarr does not write."""
     more = winds.isel(time=slice(5)).expand_dims(height=[0]).assign(depths=("depth", np.zeros(3)))

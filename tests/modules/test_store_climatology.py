@@ -264,7 +264,7 @@ def test_cells_that_never_change_are_refused_masked_or_kept(
     if source == "statistics":
         add_statistics(path, make_statistics(changed))
     missing = "mask" if source == "all times" else "refuse"
-    message = "--variables v: 2.1% of its cells never change .*, such as -9999.9 at latitude -67.5, longitude 27; give"
+    message = "--variables v: 2.1% of its cells do not change .*, such as -9999.9 at latitude -67.5, longitude 27; give"
     with pytest.raises(DataError, match=message):
         climatology_of(path, kept, missing=missing)
     found = climatology_of(path, kept, missing=missing, constant="keep")
@@ -272,6 +272,48 @@ def test_cells_that_never_change_are_refused_masked_or_kept(
     found = climatology_of(path, kept, missing=missing, constant="mask")
     assert_climatology(found, *plain_climatology(changed.where(changed > -9000), times_of(winds)))
     assert found.valid.sum() == kept_cells - 16
+
+
+@pytest.mark.parametrize("land", [1e20, -9999.0])
+def test_land_that_outweighs_all_else_is_named_too(
+    land: float, winds: xr.Dataset, kept: Path, tmp_path: Path
+) -> None:
+    """Also where it makes each anomaly seem to be rounding, and in times of a single month."""
+    changed = winds.copy(deep=True)
+    changed["v"] *= 1e-3
+    changed.v[:, 2:6, 3:7] = np.float32(land)
+    path = write(tmp_path / "store", changed, CHUNKS)
+    for span in (TRAINING, ("1982-01", "1982-01")):
+        with pytest.raises(DataError, match=r"variables v: .* do not change .*; give --constant-cells mask"):
+            climatology_of(path, kept, span=span)
+        found = climatology_of(path, kept, span=span, constant="mask")
+        assert np.isnan(found.mean[0, :, 2:6, 3:7]).all()
+        assert 1e-3 < found.std[1] < 1e-2
+
+
+def test_months_of_one_value_are_refused_by_the_flag(path: Path, kept: Path) -> None:
+    """Their mean would leave no anomaly."""
+    for missing, span in (("refuse", ("1982-01-01", "1982-01-01")), ("mask", ("1982-01-01", "1982-01-15"))):
+        with pytest.raises(
+            DataError, match=f"--train-times {span[0]} .*: no month has . times there, as a clim"
+        ):
+            climatology_of(path, kept, span=span, missing=missing)
+
+
+def test_what_is_not_valid_is_in_no_climatology_also_of_one_that_was_kept(
+    winds: xr.Dataset, kept: Path, tmp_path: Path
+) -> None:
+    """A range that is written later makes another climatology."""
+    path = write(tmp_path / "store", winds, CHUNKS)
+    climatology_of(path, kept)
+    limit = float(winds.v[0].max())  # of the first time, by whose values a store is known
+    root = zarr.open_group(path, mode="r+")
+    root["v"].attrs["valid_max"] = limit
+    zarr.consolidate_metadata(path)
+    found = climatology_of(path, kept)
+    valid = winds.assign(v=winds.v.where(winds.v <= limit))
+    mean = valid.v.isel(time=times_of(winds)).groupby("time.month").mean().values
+    np.testing.assert_allclose(found.mean[:, 1][~np.isnan(mean)], mean[~np.isnan(mean)], rtol=1e-4)
 
 
 def test_a_climatology_that_cannot_be_kept_is_an_error_with_a_remedy(path: Path, tmp_path: Path) -> None:

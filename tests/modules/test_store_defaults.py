@@ -29,7 +29,7 @@ STORES = {  # the arguments of date_range, and the periods that come of it
         ("0851-01-01 0852-12-16", "0853-01-01 0853-03-16", "0853-04-01 0853-06-16"),
     ),
 }
-GRIDS = {(20, 40): 20, (73, 144): 64, (64, 900): 64, (721, 31): 28, (9, 40): 16}  # and the size of a patch
+GRIDS = {(20, 40): 20, (73, 144): 64, (64, 900): 64, (721, 31): 28, (9, 40): 64}  # and the size of a patch
 
 
 def make_fields(times: tuple = ("1982", 132, "MS", "standard"), grid: tuple[int, int] = (73, 144)):
