@@ -15,10 +15,18 @@ import xarray as xr
 from filelock import FileLock
 from tqdm import tqdm
 
-from climatology import ABSURD, NO_VALUE, Climatology, MonthlySums, require_values
+from climatology import (
+    ABSURD,
+    NO_VALUE,
+    Climatology,
+    MonthlySums,
+    check_constant,
+    require_times,
+    require_values,
+)
 from coordinates import DIMENSIONS, sort_coordinates
 from decoding import FILLS, SCALES
-from errors import DataError, first_line, print_note
+from errors import DataError, first_line
 from fields import Period
 from store import FieldReader
 
@@ -74,15 +82,6 @@ def load_climatology(
     return climatology
 
 
-def require_times(training: Period, span: list[str], least: int) -> None:
-    """DataError if no month has `least` training times."""
-    most = np.bincount(training.months).max()
-    if most < least:
-        reason = f"no month has {least} times there, as a climatology needs"
-        remedy = "give a period of more years, or a store of more times"
-        raise DataError(f"--train-times {' '.join(span)}: {reason}; {remedy}")
-
-
 def read_statistics(reader: FieldReader, name: str) -> Climatology | None:
     """From the store's group; None if another tool made it, or for other times."""
     fields = reader.open()
@@ -112,35 +111,6 @@ def read_statistics(reader: FieldReader, name: str) -> Climatology | None:
     )
     require_values(climatology.valid)
     return climatology
-
-
-def check_constant(climatology: Climatology, constant: str, fields: xr.Dataset) -> None:
-    """DataError if cells never change and `constant` is "refuse"; a note if it is "mask".
-
-    A variable that changes nowhere is left to others.
-    """
-    changes = ~climatology.constant.all(axis=(1, 2), where=climatology.valid)
-    found = climatology.constant & changes[:, None, None]
-    if constant == "mask" and found.any():
-        number = climatology.constant.any(axis=0).sum()
-        print_note(f"{number} cells that never change are left out")
-    found &= climatology.valid
-    if constant != "refuse" or not found.any():
-        return
-    number, row, column = np.argwhere(found)[0]
-    value = np.nanmax(climatology.mean[:, number, row, column])
-    share = found[number].sum() / climatology.valid.sum()
-    place = f"latitude {fields.latitude.values[row]:g}"
-    place += f", longitude {fields.longitude.values[column]:g}"
-    reason = (
-        f"{share:.1%} of its cells do not change at the training times that were read"
-    )
-    reason += f", such as {value:g} at {place}"
-    remedy = (
-        "give --constant-cells mask if that stands for no value, keep if it is real"
-    )
-    name = climatology.variables[number]
-    raise DataError(f"--variables {name}: {reason}; {remedy}")
 
 
 def compute_once(

@@ -5,8 +5,10 @@ from calendar import month_name
 from dataclasses import dataclass
 
 import numpy as np
+import xarray as xr
 
-from errors import DataError
+from errors import DataError, print_note
+from fields import Period
 
 ABSURD = 1e30  # no value of nature; netCDF writes 9.97e36 where nothing was written
 NO_VALUE = (
@@ -117,3 +119,41 @@ def require_values(valid: np.ndarray) -> None:
     if not valid.any():
         reason = "no cell has values of all variables in the training times"
         raise DataError(f"--variables, --train-times: {reason}; give others")
+
+
+def require_times(training: Period, span: list[str], least: int) -> None:
+    """DataError if no month has `least` training times."""
+    most = np.bincount(training.months).max()
+    if most < least:
+        reason = f"no month has {least} times there, as a climatology needs"
+        remedy = "give a period of more years, or a store of more times"
+        raise DataError(f"--train-times {' '.join(span)}: {reason}; {remedy}")
+
+
+def check_constant(climatology: Climatology, constant: str, fields: xr.Dataset) -> None:
+    """DataError if cells never change and `constant` is "refuse"; a note if it is "mask".
+
+    A variable that changes nowhere is left to others.
+    """
+    changes = ~climatology.constant.all(axis=(1, 2), where=climatology.valid)
+    found = climatology.constant & changes[:, None, None]
+    if constant == "mask" and found.any():
+        number = climatology.constant.any(axis=0).sum()
+        print_note(f"{number} cells that never change are left out")
+    found &= climatology.valid
+    if constant != "refuse" or not found.any():
+        return
+    number, row, column = np.argwhere(found)[0]
+    value = np.nanmax(climatology.mean[:, number, row, column])
+    share = found[number].sum() / climatology.valid.sum()
+    place = f"latitude {fields.latitude.values[row]:g}"
+    place += f", longitude {fields.longitude.values[column]:g}"
+    reason = (
+        f"{share:.1%} of its cells do not change at the training times that were read"
+    )
+    reason += f", such as {value:g} at {place}"
+    remedy = (
+        "give --constant-cells mask if that stands for no value, keep if it is real"
+    )
+    name = climatology.variables[number]
+    raise DataError(f"--variables {name}: {reason}; {remedy}")

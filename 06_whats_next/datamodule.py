@@ -118,6 +118,6 @@ def warn_of_few_blocks(order: BlockOrder) -> None:
     note = f"note: {blocks} for --shuffle-slots {order.slots}"
     note += ": several slots hold patches of the same block"
     fewer = order.blocks // order.batch_size * order.batch_size
-    remedy = f"give --shuffle-slots {fewer}, or" if fewer else "give"
-    remedy += " a store of smaller chunks"
+    remedy = f"give --shuffle-slots {fewer}," if fewer else "give"
+    remedy += " more --patches-per-block, or a store of smaller chunks"
     print(f"{note}; an epoch has {samples} samples; {remedy}", file=sys.stderr)

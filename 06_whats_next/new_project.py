@@ -58,7 +58,7 @@ HELPERS = ("made_up_winds.py", "numbered_blocks.py")
 TESTS_OF_WINDS = ("test_config_file.py", "test_run_record.py", "test_tune.py")
 # Packages that are imported by name, by others of the list.
 BY_NAME = {
-    "winds": ["boto3", "cftime", "h5netcdf", "numcodecs", "tensorboard"],
+    "winds": ["boto3", "cftime", "h5netcdf", "h5py", "numcodecs", "tensorboard"],
     "blank": ["boto3", "tensorboard"],
 }
 DEVELOPMENT = ["pytest", "pytest-timeout", "ruff"]
@@ -357,7 +357,7 @@ def main(argv: list[str] | None = None) -> Path:
     except OSError as error:
         refuse(f"DEST {args.folder}: {error.strerror}; give another")
     lock(args.folder)
-    flags = " --store STORE" if args.task == "winds" else ""
+    flags = " --store STORE --variables NAME ..." if args.task == "winds" else ""
     print(f"{args.folder}: {len(files)} files. Next:")
     print(f"    cd {shlex.quote(str(args.folder))} && uv sync")
     print(f"    uv run python train.py{flags} --resume auto")

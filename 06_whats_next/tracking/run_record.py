@@ -133,7 +133,7 @@ def check_record(before: Record, now: Record) -> None:
     """Compare a run that goes on with the one before; CheckpointError if the data changed."""
     if before["data"]["values"] != now["data"]["values"]:
         reason = "its run was trained on other values, times or another grid"
-        remedy = "give the --store of that run, or no --resume"
+        remedy = "give the data of that run, or no --resume"
         raise CheckpointError(f"{reason}; {remedy}")
     differences = find_differences(before, now, COMPARED)
     if differences:

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 
 from arguments import names_that_decide, option
-from checks import check_batch_size, check_server, check_store
+from checks import check_batch_size, check_server
 from run_options import (
     DeviceOptions,
     LoopOptions,
@@ -19,7 +19,7 @@ STORE_DEFAULTS: dict[str, object] = {}
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Where data and checkpoints are."""
+    """Where data and checkpoints are: checks.py and store.py read all of these."""
 
     store: str | None = option(
         None, "your data: a path or a URL; the images here are drawn, and need none"
@@ -73,7 +73,6 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     """The options of a command line; exits with code 2 and a remedy if one is wrong."""
     args = parse_flags(summary, sys.argv[1:] if argv is None else argv, Options)
     complete_run(args)
-    check_store("--store", args.store)
     check_server(args, "checkpoint_dir", "resume")
     check_batch_size(args)
     return Options(**vars(args))

@@ -59,12 +59,16 @@ class Shapes(Dataset):
 class ShapesModule(LightningDataModule):
     """The loaders of a run that begins at a step, and leaves batches out.
 
-    `options` are kept in each checkpoint: a resumed run is compared with them.
+    `data` is what make_data in task.py returns. `options` are kept in each checkpoint: a
+    resumed run is compared with them.
     """
 
-    def __init__(self, options: dict, first_step: int, skipped: tuple[Window, ...]):
+    def __init__(
+        self, data: None, *, options: dict, first_step: int, skipped: tuple[Window, ...]
+    ):
         super().__init__()
-        self.save_hyperparameters(options, logger=False)
+        # Without the rest, which Lightning would compare, and arrays cannot be.
+        self.save_hyperparameters(options, ignore=["data", "skipped"], logger=False)
         self.first_step = first_step
         self.skipped = skipped
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from block_loader import Window
+from errors import DataError
 from model import Classifier
 from options import Options
 from shapes import CLASSES, ShapesModule
@@ -27,11 +28,13 @@ def make_data(options: Options, location: Location) -> tuple[Options, None]:
 
     The options are returned, too, for those that depend on the data.
     """
+    if location.url:
+        raise DataError(f"--store {location.url}: not read; open it in make_data")
     return options, None
 
 
 def describe_data(data: None) -> dict[str, str]:
-    """Checksums for the record. A run goes on only with data of the same "values"."""
+    """Checksums for the record: a run goes on only with data of the same "values"."""
     return {"values": f"drawn: {', '.join(CLASSES)}"}
 
 
@@ -39,7 +42,9 @@ def make_datamodule(
     options: Options, data: None, first_step: int = 0, skipped: tuple[Window, ...] = ()
 ) -> ShapesModule:
     """The loaders of a run that begins at a step, and leaves batches out."""
-    return ShapesModule(asdict(options), first_step, skipped)
+    return ShapesModule(
+        data, options=asdict(options), first_step=first_step, skipped=skipped
+    )
 
 
 def make_model(options: Options, data: None = None) -> Classifier:
