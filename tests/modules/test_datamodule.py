@@ -103,7 +103,11 @@ def test_workers_change_no_batch_and_read_blocks_as_often_as_the_note_says(
 
 @pytest.mark.parametrize(
     ("blocks", "remedy"),
-    [(31, "give --shuffle-slots 24, more"), (5, "give more --patches-per-block, or a store of smaller chunks"), (32, "")],
+    [
+        (31, "give --shuffle-slots 24, more"),
+        (5, "give more --patches-per-block, or a store of smaller chunks"),
+        (32, ""),
+    ],
 )
 def test_more_slots_than_blocks_are_said_with_the_samples_of_an_epoch(
     blocks: int, remedy: str, capsys
