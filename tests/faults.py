@@ -152,7 +152,7 @@ def _terminate_self() -> None:
 
 
 def _poison_read(number: int) -> None:
-    """Let chapter 6 find 1e30 m/s in what it cuts from the block that is read under this number."""
+    """Let chapter 6 find 1e25 m/s in what it cuts from the block that is read under this number."""
     import wind_blocks
     from block_loader import BlockOrder
 
@@ -168,7 +168,7 @@ def _poison_read(number: int) -> None:
         samples = cut(self, block, rng)
         if any(rng is one for one in poisoned):
             for sample in samples:
-                sample.values[:] = 1e30
+                sample.values[:] = 1e25
         return samples
 
     BlockOrder.rng, wind_blocks.WindBlocks.read_block = note_rng, read_block

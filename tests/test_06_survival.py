@@ -177,7 +177,7 @@ def test_what_a_signal_does_here_and_with_lightnings_own_handlers(monkeypatch: p
 def test_a_poisoned_batch_is_skipped_and_the_run_can_be_resumed_to_the_bit(
     ranks: int, local: list[str], tmp_path: Path
 ) -> None:
-    """The 26th block that is read gives 1e30 m/s to one batch, whose loss is infinite."""
+    """The 26th block that is read gives 1e25 m/s to one batch: as no mark of no value is, and its square is infinite."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
     def train(folder: Path, code: int, **faults: int) -> programs.Run:
