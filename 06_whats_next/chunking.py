@@ -44,4 +44,5 @@ def explain_blocks(dataset: xr.Dataset, names: list[str], times: int) -> str | N
     if chunks < MANY_CHUNKS and size < MANY_BYTES:
         return None
     remedy = "if that is slow, write the store anew, with whole maps in a chunk"
-    return f"a map is read in {chunks:,} chunks with all their times, {size / 1e6:,.4g} MB; {remedy}"
+    cost = f"{chunks:,} chunks, {size / 1e6:,.4g} MB with all their times"
+    return f"a map is read in {cost}; {remedy}"

@@ -79,9 +79,8 @@ def match_type(variable: xr.Variable) -> None:
         fill = np.asarray(variable.attrs[key])
         if variable.dtype.kind == "f":
             variable.attrs[key] = fill.astype(variable.dtype)[()]
-        elif key == "missing_value" and is_unsigned(
-            variable
-        ):  # xarray forgets this one
+        elif key == "missing_value" and is_unsigned(variable):
+            # xarray makes the values unsigned, and this one only as _FillValue.
             unsigned = fill.astype(variable.dtype).astype(f"u{variable.dtype.itemsize}")
             variable.attrs[key] = unsigned[()]
 

@@ -323,7 +323,7 @@ def test_months_that_are_dated_at_their_end_are_said(dated: str, use_cftime: boo
     [
         ((1, 20, 40), None),
         ((144, 20, 40), None),
-        ((144, 2, 2), "in 400 chunks with all their times, 0.9216 MB"),
+        ((144, 2, 2), "in 400 chunks, 0.9216 MB with all their times"),
     ],
 )
 def test_maps_of_many_chunks_are_said_before_the_first_read(
@@ -342,7 +342,7 @@ def test_maps_of_many_bytes_are_said_too_with_the_levels_beside_them() -> None:
     lazy = xr.Variable(("time", "level", "latitude", "longitude"), np.broadcast_to(np.float32(0), shape))
     lazy.encoding["preferred_chunks"] = {"time": 50, "level": 10}
     dataset = xr.Dataset({"u": lazy}).assign_coords({dim: np.arange(n) for dim, n in zip(lazy.dims, shape)})
-    assert "in 1 chunks with all their times, 2,076 MB" in explain_blocks(dataset, ["u"], 50)
+    assert "in 1 chunks, 2,076 MB with all their times" in explain_blocks(dataset, ["u"], 50)
     assert explain_blocks(dataset, ["u"], 1) is None
 
 
@@ -358,6 +358,15 @@ def test_bounds_that_say_nothing_are_passed_over(bounds: str) -> None:
     dataset = xr.Dataset({"u": ("time", np.zeros(12)), "time_bnds": found[bounds]})
     dataset = dataset.assign_coords(time=("time", edges[1:], {"bounds": "time_bnds"}))
     assert explain_bounds(dataset, ["u"]) is None
+
+
+def test_bounds_that_cannot_be_read_stop_nothing(winds: xr.Dataset, tmp_path: Path) -> None:
+    few = winds.isel(time=slice(5))
+    few.time.attrs["bounds"] = "time_bnds"
+    few["time_bnds"] = ("time", "nbnd"), np.stack([few.time, few.time], axis=1)
+    few.to_zarr(tmp_path / "store", encoding={"time_bnds": {"chunks": (1, 2)}}, consolidated=True)
+    (tmp_path / "store/time_bnds/c/4/0").write_bytes(b"broken")
+    np.testing.assert_array_equal(reader_of(tmp_path / "store").read("u", {"time": 2}), few.u[2])
 
 
 # ------------------------------------------------------------------------------ times and calendars
