@@ -76,26 +76,25 @@ def select_present(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
     return dataset[present].squeeze().reset_coords(drop=True)
 
 
-def explain_bounds(dataset: xr.Dataset, names: list[str]) -> str | None:
+def explain_bounds(stored: xr.Dataset, names: list[str]) -> str | None:
     """Why months may be shifted: a mean of January that is dated the first of February."""
-    dimensions = find_dimensions(select_present(dataset, names))
+    dimensions = find_dimensions(select_present(stored, names))
     times = [name for name, dim in dimensions.items() if dim == "time"]
-    if not times:
-        return None
-    time = dataset[times[0]]
-    bounds = dataset.get(time.attrs.get("bounds"))
-    if bounds is None or bounds.dims[:1] != (times[0],) or bounds.shape[1:] != (2,):
+    bounds = stored[times[0]].attrs.get("bounds") if times else None
+    if bounds not in stored.data_vars or stored[bounds].dims[:1] != (times[0],):
         return None
     try:
-        ends = bounds[[0, -1]].load()
-    except Exception:  # a chunk that cannot be read; no variable needs it
+        ends = xr.decode_cf(stored[[bounds]].isel({times[0]: [0, -1]})).load()
+    except Exception:  # what cannot be read or decoded; no variable needs it
         return None
-    if bounds.dtype.kind not in "MO" or ends.isnull().any():
+    time = ends[times[0]]
+    ends = ends[bounds]
+    if ends.shape != (2, 2) or ends.dtype.kind not in "MO" or ends.isnull().any():
         return None
     begin, end = ends.values.T
     middle = xr.DataArray(begin + (end - begin) / 2, dims="time").dt
-    dated = xr.DataArray(time.values[[0, -1]], dims="time").dt
-    if (middle.month == dated.month).any():
+    dated = time.dt
+    if (middle.month.values == dated.month.values).any():
         return None
     months = f"the mean of month {int(middle.month[0])} counts as month"
     return f"by the bounds of time, {months} {int(dated.month[0])}, as it is dated"

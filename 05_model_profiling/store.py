@@ -269,7 +269,7 @@ class FieldReader:
                 encoding = encoding | {"fill_value": array.fill_value}
             rule = explain_missing(encoding, self.location.missing_chunks)
             store.rules[name] = rule
-        notes.append(explain_bounds(dataset, names))
+        notes.append(explain_bounds(stored, names))
         self.notes = [note for note in notes if note]
         self.fields = fields  # last: it says that the rest is there
 

@@ -26,8 +26,7 @@ def decode(stored: xr.Dataset, names: list[str]) -> xr.Dataset:
         if name in names and variable.dtype.kind in "iuf":
             variable.attrs |= read_numbers(str(name), variable.attrs)
             match_type(variable)
-    bounds = {variable.attrs.get("bounds") for variable in stored.coords.values()}
-    others = set(stored.data_vars) - set(names) - bounds
+    others = set(stored.data_vars) - set(names)
     try:
         return xr.decode_cf(decodable, drop_variables=others)
     except DataError:

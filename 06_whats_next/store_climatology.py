@@ -201,9 +201,7 @@ def average_sample(
     for month in tqdm(range(12), "months sampled", disable=None):
         of_month = training.positions[training.months == month]
         times = np.sort(rng.permutation(of_month)[:TIMES_A_MONTH])
-        sample = [reader.read(name, {"time": times}) for name in reader.variables]
-        values = np.stack(sample).astype("float64")  # (variables, times, H, W)
-        check_finite(values, times, reader)
+        values = read_times(reader, times)
         count = np.isfinite(values).sum(axis=1)
         total = np.nansum(values, axis=1)
         mean = np.divide(
@@ -227,6 +225,14 @@ def average_sample(
     variance = np.sum(squares, axis=0)[:, valid].sum(axis=1)
     variance /= counted[:, valid].sum(axis=1)
     return mean, np.float32(variance**0.5), is_constant
+
+
+def read_times(reader: FieldReader, times: np.ndarray) -> np.ndarray:
+    """All variables at these times, (variables, times, H, W), in double precision."""
+    maps = [reader.read(name, {"time": times}) for name in reader.variables]
+    values = np.stack(maps).astype("float64")
+    check_finite(values, times, reader)
+    return values
 
 
 def average_present(
