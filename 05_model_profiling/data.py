@@ -149,9 +149,8 @@ class PatchMaker:
     def check_finite(self, target: np.ndarray, patches: list[Patch]) -> None:
         """DataError that names variable and date of a value that is not finite."""
         # Quick: each value is looked at only if the sum is NaN or too large.
-        absurd = ABSURD / max(
-            1, self.std.max()
-        )  # `target` is over the standard deviation
+        # `target` is over the standard deviation.
+        absurd = ABSURD / max(1, self.std.max())
         with np.errstate(over="ignore"):
             if abs(target.sum()) < absurd:
                 return

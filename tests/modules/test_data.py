@@ -112,3 +112,14 @@ def test_a_value_that_is_not_finite_is_named_by_variable_and_date(
     with pytest.raises(DataError, match=f"v on 1983-02-05T00:00: {reason}"):
         dataset.__getitems__([places[39], places[44], places[40]])
     assert len(dataset.__getitems__([places[39], places[44]])) == 2
+
+
+def test_netcdfs_mark_is_found_also_where_values_vary_by_billions(
+    dataset: PatchDataset, winds: xr.Dataset
+) -> None:
+    """As the heat of an ocean does: over its standard deviation the mark is no longer absurd."""
+    dataset.maker.std = np.full_like(dataset.maker.std, 1e9)
+    dataset.reader.values[40, 1] = 9.96921e36
+    places = {dataset.patch(*divmod(i, 4)).time: divmod(i, 4) for i in range(len(dataset.maker.period.dates))}
+    with pytest.raises(DataError, match="v on 1983-02-05T00:00: infinity, or netCDF's mark"):
+        dataset[places[40]]
