@@ -34,10 +34,10 @@ from tqdm import tqdm
 
 from block_loader import BlockOrder
 from demo_store import CLOUD
+from location import Location
 from model import UNet, masked_sums
 from options import parse_options
 from results import RESULTS, parse_studies, save_rows, spread
-from store import Location
 from task import make_data, make_datamodule
 
 HERE = Path(__file__).parent
@@ -118,7 +118,7 @@ class Loader:
             maker = module.blocks.maker
             maker.make_batch = self.timed(maker.make_batch)
             self.loader = module.train_loader()
-            self.slots = options.shuffle_slots
+            self.slots = module.order.slots
         self.chapter = chapter
         self.batch_size = batch_size
 

@@ -5,18 +5,18 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from typing import TypeVar
 
 from torch import distributed
 
-from demo_store import serve_demo_store
 from errors import CheckpointError, DataError, first_line, refuse
+from location import Location
 from options import Options, parse_options
-from store import Location
 
-# How warnings begin that Lightning and Zarr give here, and that ask for nothing to be done.
+# How warnings begin that ask for nothing to be done here.
 KNOWN_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own use of torch
     r"torch\.distributed\.nn\.functional\.all_gather is deprecated",  # Lightning's, too
@@ -40,28 +40,27 @@ Task = Callable[[Options, Location], Result]
 
 
 def call_with_store(task: Task, summary: str, argv: list[str] | None) -> Result:
-    """Call `task` with the options and the store of a command line, or with a small store."""
+    """Call `task` with the options of a command line, and the location that they name."""
     options = parse_options(summary, argv)
     checkpoint = f"--resume {options.resume}"
     return call_at(partial(task, options), make_location(options), checkpoint)
 
 
 def make_location(options: Options) -> Location:
-    """The store that the options name; its URL is empty if they name none."""
+    """The store that the options name. Its URL is empty if they name none."""
     return Location(
         options.store or "",
         endpoint=options.endpoint,
         anonymous=options.anonymous,
         retry_timeout=options.retry_timeout,
         region=options.region,
-        missing_chunks=options.missing_chunks,
     )
 
 
 def call_at(
     task: Callable[[Location], Result], named: Location, checkpoint: str
 ) -> Result:
-    """Call `task` with the store that is named, or with a small store if none is.
+    """Call `task` with the location that is named, or with the demo store's.
 
     An error becomes a last line and exit code 2. `checkpoint` is how the user named one.
     """
@@ -70,13 +69,13 @@ def call_at(
     for beginning in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", beginning)
     try:
-        with nullcontext(named) if named.url else serve_demo_store() as location:
+        with serve(named) as location:
             return task(location)
     except DataError as error:
         print(file=sys.stderr)  # below the progress bar
         reason = str(error).split("DataError: ")[-1].strip()  # a worker's has its stack
-        if not reason.startswith(("--", "task.py", "train.py")):
-            reason = f"--store {named.url or '(the demo store)'}: {reason}"
+        if named.url and not reason.startswith(("--", "task.py", "train.py")):
+            reason = f"--store {named.url}: {reason}"
         refuse(reason)
     except CheckpointError as error:
         refuse(f"{checkpoint}: {error}")
@@ -86,6 +85,15 @@ def call_at(
         print(f"\n{first_line(error)}", file=sys.stderr)
         reason = "its own last line, above or in that rank's log, says why"
         refuse(f"another rank failed, or does not answer; {reason}")
+
+
+def serve(named: Location) -> AbstractContextManager[Location]:
+    """The location that is named. If none is, that of demo_store.py, where that file is."""
+    if named.url or not find_spec("demo_store"):
+        return nullcontext(named)
+    from demo_store import serve_demo_store
+
+    return serve_demo_store()
 
 
 def is_of_group(error: RuntimeError) -> bool:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from errors import DataError
-from store import Location
+from location import Location
 
 CLOUD = Path(__file__).resolve().parent.parent / "03_cloud_data"
 SMALL = "s3://winds/small.zarr"

@@ -41,8 +41,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch._C._profiler import _ExperimentalConfig
 
 from command_line import call_with_store, run
+from location import Location
 from options import Options
-from store import Location
 from task import make_data, make_datamodule, make_model
 from traces import DATA, Report, describe, load, read_trace
 from train import make_trainer

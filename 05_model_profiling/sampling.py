@@ -14,9 +14,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 ORDER_STREAM = 1
 PATCH_STREAM = 2
 
-# In cells, as in chapter 1. There, 10 cells were the 25 degrees of longitude between
-# successive tracks of a polar orbiter, and 4 cells a swath of 1,100 km. On a finer grid
-# they stand for more and narrower instruments.
+# In cells. At 2.5 degrees, 10 cells are the 25 degrees of longitude between successive
+# tracks of a polar orbiter, and 4 cells a swath of 1,100 km. On a finer grid they stand for
+# more and narrower instruments.
 TRACK_SPACING = 10
 TRACK_SLOPE = 0.22
 SWATH_WIDTH = 4

@@ -5,7 +5,6 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from threading import Lock
 from time import monotonic
@@ -15,7 +14,6 @@ import torch
 import xarray as xr
 import zarr
 from lightning.pytorch import Callback, LightningModule, Trainer
-from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.exceptions import (
     NotSupportedError,
     PermissionDeniedError,
@@ -31,6 +29,7 @@ from decoding import Limits, decode, explain_limits, find_limits
 from errors import DataError, first_line
 from fields import explain_bounds, list_variables, select_present, select_variables
 from levels import select_level
+from location import Location, client_options
 from remedies import explain_absence, explain_missing, find_remedy
 
 READS_AT_ONCE = 64  # of one process; each may ask for several chunks
@@ -39,18 +38,6 @@ METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 # Parts of obstore's messages, whose classes do not tell these cases apart.
 BROKEN_BODY = "body error"
 OTHER_REGION = "redirect without LOCATION"
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where a store is, how to reach it, and what a chunk that is not there means."""
-
-    url: str  # or a path
-    endpoint: str | None = None  # of an S3 server other than AWS's
-    anonymous: bool = False
-    retry_timeout: int = 120  # seconds for which a failed read is tried again
-    region: str | None = None  # of an S3 bucket; if not given, that of the environment
-    missing_chunks: str = "refuse"  # or "fill": they hold the array's fill value
 
 
 @dataclass
@@ -66,6 +53,8 @@ class Traffic:
         return self.requests, self.bytes_read, len(self.missing)
 
 
+# What a FieldReader was asked for, and takes to another process.
+ASKED_FOR = ("location", "variables", "level", "missing_chunks")
 # The traffic of the FieldReader that is reading now. Zarr reads in a thread of its own, and
 # asyncio copies the caller's context there.
 CURRENT_TRAFFIC: ContextVar[Traffic] = ContextVar("CURRENT_TRAFFIC")
@@ -163,26 +152,10 @@ def connect(location: Location) -> CountingStore:
     return CountingStore(store, location.retry_timeout)
 
 
-def client_options(location: Location) -> dict:
-    """What obstore needs to know of a bucket or a web server."""
-    timeout = timedelta(seconds=location.retry_timeout)
-    client = {"allow_http": True, "read_timeout": "10s", "timeout": timeout}
-    options: dict = {"client_options": client}
-    options["retry_config"] = {"max_retries": 1000, "retry_timeout": timeout}
-    if location.endpoint:
-        options["endpoint"] = location.endpoint
-    if location.region:
-        options["region"] = location.region
-    if location.anonymous and not location.url.startswith("http"):
-        options["skip_signature"] = True
-    elif location.url.startswith("s3:"):  # obstore does not look into ~/.aws by itself
-        ttl = timedelta(minutes=5)
-        options["credential_provider"] = Boto3CredentialProvider(ttl=ttl)
-    return options
-
-
 def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
     """The store, and its variables as they are stored, none of their values read."""
+    if not location.url:
+        raise DataError("--store: not given; give a Zarr: a path, or a URL")
     try:
         store = connect(location)
         stored = xr.open_zarr(store, chunks=None, decode_cf=False)
@@ -221,11 +194,16 @@ class FieldReader:
     """
 
     def __init__(
-        self, location: Location, variables: list[str], level: str | None = None
+        self,
+        location: Location,
+        variables: list[str],
+        level: str | None = None,
+        missing_chunks: str = "refuse",  # or "fill": they hold the array's fill value
     ):
         self.location = location
         self.variables = variables
         self.level = level
+        self.missing_chunks = missing_chunks
         self.opening = Lock()
         self.store: CountingStore | None = None
         self.fields: xr.Dataset | None = None
@@ -235,8 +213,7 @@ class FieldReader:
         self.traffic = Traffic()
 
     def __getstate__(self) -> dict:
-        names = ("location", "variables", "level")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ASKED_FOR}
 
     def __setstate__(self, state: dict) -> None:
         self.__init__(**state)
@@ -267,7 +244,7 @@ class FieldReader:
             if "fill_value" not in encoding:  # of Zarr 2, where xarray may not say it
                 array = zarr.open_group(store, mode="r")[name]
                 encoding = encoding | {"fill_value": array.fill_value}
-            rule = explain_missing(encoding, self.location.missing_chunks)
+            rule = explain_missing(encoding, self.missing_chunks)
             store.rules[name] = rule
         notes.append(explain_bounds(stored, names))
         self.notes = [note for note in notes if note]
@@ -276,7 +253,7 @@ class FieldReader:
     def counted_apart(self) -> "FieldReader":
         """A reader of the same open store that counts only what is read through it."""
         self.open()
-        other = FieldReader(self.location, self.variables, self.level)
+        other = FieldReader(**self.__getstate__())
         other.store = self.store
         other.fields = self.fields
         other.limits = self.limits

@@ -24,8 +24,9 @@ import evaluation
 from checkpoints import StepCheckpoint, read_start
 from clock import StepClock, peak_memory_gb
 from command_line import call_with_store, run
+from location import Location
 from options import Options
-from store import Location, RequestCounter
+from store import RequestCounter
 from task import make_data, make_datamodule, make_model
 
 

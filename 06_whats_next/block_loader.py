@@ -56,7 +56,7 @@ class BlockOrder:
     A slot gives the samples of its block one after another, `patches_per_block` of them,
     and then takes the next block of the epoch. `slots` is a multiple of `batch_size`:
     a step takes one sample from each of `batch_size` slots, and the batches go round.
-    `skipped` batches are left out; chapter 6 does so after a bad loss.
+    `skipped` batches are left out, as after a bad loss.
     """
 
     blocks: int

@@ -18,7 +18,7 @@ def check_store(flag: str, store: str | None) -> None:
     """Refuse a folder that is not there, and a file."""
     if store and "://" not in store and not Path(store).is_dir():
         problem = "a file" if Path(store).is_file() else "no such folder"
-        refuse(f"{flag} {store}: {problem}; give a Zarr store, or a URL")
+        refuse(f"{flag} {store}: {problem}; give another folder, or a URL")
 
 
 def check_server(args: argparse.Namespace, *others: str) -> None:
@@ -77,12 +77,10 @@ def check_batch_size(args: argparse.Namespace) -> None:
         refuse(f"--batch-size {args.batch_size}: {reason} need at least {smallest}")
 
 
-def set_slots(args: argparse.Namespace) -> None:
-    """Fill in the slots; refuse a batch that cannot be shared among ranks or slots."""
+def check_slots(args: argparse.Namespace) -> None:
+    """Refuse a batch that cannot be shared among ranks or slots."""
     check_batch_size(args)
-    if args.shuffle_slots is None:  # whatever the workers: they decide no result
-        args.shuffle_slots = 4 * args.batch_size
-    if args.shuffle_slots % args.batch_size:
+    if args.shuffle_slots and args.shuffle_slots % args.batch_size:
         remedy = f"give a multiple of --batch-size {args.batch_size}"
         refuse(f"--shuffle-slots {args.shuffle_slots}: {remedy}")
 

@@ -12,7 +12,19 @@ from clock import TimedLoader
 from data import Data, PatchDataset
 from steps import StepSampler
 from wind_blocks import WindBlocks
-from workers import PRELOADED, start_worker
+from workers import start_worker
+
+# Imported once, by the server that all workers are forked from. No module of this folder may
+# be among them: in a process that has seen two chapters it would be the other's.
+PRELOADED = [
+    "lightning.pytorch",
+    "matplotlib.figure",
+    "obstore",
+    "scipy.interpolate",
+    "torchmetrics",
+    "xarray",
+    "zarr",
+]
 
 
 class WindDataModule(LightningDataModule):

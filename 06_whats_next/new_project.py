@@ -6,7 +6,7 @@
 You should see the two commands to run next. The project has what trains, survives, is
 tracked, planned, checked and predicted, the tests of its modules, its packages at the book's
 versions, launch files, and a README that says what to replace first. It needs nothing of the
-book. What is copied otherwise than byte for byte is in project_template/edits.toml.
+book. Where the text of a file is not the chapter's, project_template/edits.toml says so.
 """
 
 import argparse
@@ -15,18 +15,18 @@ import re
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 from errors import first_line, program, refuse
 
 HERE = Path(__file__).resolve().parent
 BOOK = HERE.parent
+TESTS = BOOK / "tests"
 TEMPLATE = HERE / "project_template"
 
 COPIED = ("*.py", "*/*.py", "launch/*", "prices.toml", "Dockerfile")
 # Of those: what only the book needs,
-NOT_COPIED = ("new_project.py", "demo_store.py", "studies/", "outputs/")
+OF_BOOK = ("new_project.py", "demo_store.py", "studies/", "outputs/")
 # and what only the winds need.
 OF_WINDS = (
     "chunking.py",
@@ -42,6 +42,8 @@ OF_WINDS = (
     "options.py",
     "remedies.py",
     "sampling.py",
+    "search_space.py",
+    "store.py",
     "store_checksum.py",
     "store_climatology.py",
     "store_defaults.py",
@@ -50,19 +52,36 @@ OF_WINDS = (
     "predict/",
     "preflight/",
 )
-# What checkpoints need of store.py, where the data are no Zarr.
-OF_ANY_STORE = {"Location", "client_options"}
-# What tests need beside the modules that they test.
-HELPERS = ("made_up_winds.py", "numbered_blocks.py")
-# Tests that give the winds' options, or take a score for better when it is lower.
-TESTS_OF_WINDS = ("test_config_file.py", "test_run_record.py", "test_tune.py")
-# Packages that are imported by name, by others of the list.
+# Tests of modules that both tasks have, with the winds' options or data.
+TESTS_OF_WINDS = (
+    "test_best.py",
+    "test_config_file.py",
+    "test_model.py",
+    "test_run_record.py",
+    "test_tune.py",
+)
+# What tests import beside the modules that they test.
+HELPERS = {
+    "winds": ["made_up_winds.py", "numbered_blocks.py", "web_server.py"],
+    "blank": ["numbered_blocks.py"],
+}
+# Packages that no file imports, but others of the list do, by name.
 BY_NAME = {
     "winds": ["boto3", "cftime", "h5netcdf", "h5py", "numcodecs", "tensorboard"],
     "blank": ["boto3", "tensorboard"],
 }
 DEVELOPMENT = ["pytest", "pytest-timeout", "ruff"]
 IGNORED = ".venv/\n__pycache__/\n.pytest_cache/\n.ruff_cache/\noutputs/\n"
+# The book's folders, in launch files and in the image, and what they are in a project.
+FOLDERS = {
+    "/book/06_whats_next": "/project",
+    "/book": "/project",
+    "06_whats_next/": "./",
+    "../.venv": ".venv",
+    "workdir: ..": "workdir: .",
+}
+# Lines there that a project does not need.
+LINES_OF_BOOK = re.compile(r".*(01_setup|03_cloud_data|cd 06_whats_next).*\n")
 
 Files = dict[str, str]  # the text of each, by its path in the project
 
@@ -81,17 +100,17 @@ def make_files(task: str, name: str) -> Files:
 
 def copy_files(task: str) -> Files:
     """The files of this folder that the task needs, edited."""
-    left_out = NOT_COPIED + (OF_WINDS if task == "blank" else ())
+    left_out = OF_BOOK
+    if task == "blank":
+        left_out += OF_WINDS
     files = {}
     for path in list_files():
         if not path.startswith(left_out):
             files[path] = (HERE / path).read_text()
     edits = tomllib.loads((TEMPLATE / "edits.toml").read_text())
-    for edit in edits["both"] + edits[task]:
-        files[edit["file"]] = replace(files[edit["file"]], **edit)
-    if task == "blank":
-        defined = set(find_definitions(files["store.py"]))
-        files["store.py"] = cut(files["store.py"], defined - OF_ANY_STORE)
+    for edit in edits[task]:
+        path = edit["file"]
+        files[path] = replace(files[path], **edit)
     return files
 
 
@@ -125,141 +144,56 @@ def read_templates(task: str) -> Files:
     return files
 
 
-# --------------------------------------------------------------------------------------- tests
-
-
-def copy_tests(task: str, files: Files) -> Files:
-    """The tests of modules that the project has, without what they need of the book."""
-    tests = BOOK / "tests"
-    helpers = HELPERS if task == "winds" else ("numbered_blocks.py",)
-    present = {path.removesuffix(".py").split("/")[0] for path in files}
-    present |= {name.removesuffix(".py") for name in helpers}
-    if task == "blank":
-        present -= {"model", "store", "task"}  # whose tests are of the winds'
-    book = {path.removesuffix(".py").split("/")[0] for path in list_files()}
-    book |= {path.stem for path in tests.glob("*.py")}
-    fixtures = set(find_definitions((tests / "conftest.py").read_text()))
-    fixtures -= set(find_definitions(files["tests/conftest.py"]))
-
-    copied = {f"tests/{name}": (tests / name).read_text() for name in helpers}
-    left_out = TESTS_OF_WINDS if task == "blank" else ()
-    for path in sorted(tests.glob("modules/test_*.py")):
-        if path.name in left_out:
-            continue
-        text = path.read_text()
-        missing = set(find_imports(text, book - present))
-        left = cut(text, missing | fixtures)
-        if any(name.startswith("test_") for name in find_definitions(left)):
-            copied[f"tests/{path.name}"] = left
-    return copied
-
-
-def find_imports(text: str, modules: set[str]) -> Iterator[str]:
-    """The names under which a script imports these modules, or anything of them."""
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                module = getattr(node, "module", None) or alias.name
-                if module.split(".")[0] in modules:
-                    yield alias.asname or alias.name
-
-
-def find_definitions(text: str) -> Iterator[str]:
-    """The functions, classes and constants of a script."""
-    for node in ast.parse(text).body:
-        yield from names_defined(node)
-
-
-def names_defined(node: ast.stmt) -> list[str]:
-    """The names that a statement at the top of a script defines."""
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        each = [part for target in targets for part in ast.walk(target)]
-        return [part.id for part in each if isinstance(part, ast.Name)]
-    return []
-
-
-def names_used(node: ast.AST) -> set[str]:
-    """The names in a statement: of variables, and of fixtures, which are arguments."""
-    used = set()
-    for part in ast.walk(node):
-        if isinstance(part, ast.Name):
-            used.add(part.id)
-        elif isinstance(part, ast.arg):
-            used.add(part.arg)
-    return used
-
-
-def cut(text: str, gone: set[str]) -> str:
-    """A script without what defines, imports or uses these names, and its unused imports."""
-    body = ast.parse(text).body
-    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-    kept = [node for node in body if node not in imports]
-    gone = set(gone)
-    while doomed := [node for node in kept if gone & names_of(node)]:
-        kept = [node for node in kept if node not in doomed]
-        gone |= {name for node in doomed for name in names_defined(node)}
-    used = set().union(*map(names_used, kept))
-    lines = text.splitlines(keepends=True)
-    for node in reversed(body):
-        first, last = find_lines(node, lines)
-        if node in imports:
-            lines[first:last] = keep_imports(node, used - gone, lines[first:last])
-        elif node not in kept:
-            del lines[first:last]
-    return tidy("".join(lines))
-
-
-def names_of(node: ast.stmt) -> set[str]:
-    return {*names_defined(node), *names_used(node)}
-
-
-def find_lines(node: ast.stmt, lines: list[str]) -> tuple[int, int]:
-    """Where a statement begins, with its decorators and the comment above it, and ends."""
-    decorators = getattr(node, "decorator_list", [])
-    first = min([node.lineno, *(one.lineno for one in decorators)]) - 1
-    while first and lines[first - 1].startswith("# ") and "---" not in lines[first - 1]:
-        first -= 1
-    return first, node.end_lineno
-
-
-def keep_imports(
-    node: ast.Import | ast.ImportFrom, used: set[str], lines: list[str]
-) -> list[str]:
-    """The lines of an import, without the names that are not used."""
-    names = [alias for alias in node.names if bound_by(alias) in used]
-    if len(names) == len(node.names):
-        return lines
-    if not names:
-        return []
-    node.names = names
-    return [f"{ast.unparse(node)}\n"]
-
-
-def bound_by(alias: ast.alias) -> str:
-    """The name that an import makes: xml for `import xml.dom`."""
-    return alias.asname or alias.name.split(".")[0]
-
-
-def tidy(text: str) -> str:
-    """A script without headings of nothing, and without more than two blank lines."""
-    text = re.sub(r"(# -{9}.*\n\s*)+(?=# -{9}|\Z)", "", text)
-    text = re.sub(r"\n{4,}", "\n\n\n", text)
-    return f"{text.rstrip()}\n"
-
-
-# ------------------------------------------------------------------------------------- the project
-
-
 def reword(path: str, text: str, name: str) -> str:
     """The text as it stands in a project of this name."""
     text = re.sub(r'\A"""Chapter 6: (.)', lambda m: f'"""{m[1].upper()}', text)
     text = text.replace("this chapter", "this project").replace("{{name}}", name)
-    if path.startswith("launch/") or path == "Dockerfile":
-        text = text.replace("winds.zarr", "data").replace("winds", name)
-    return text
+    if not path.startswith(("launch/", "Dockerfile")):
+        return text
+    text = LINES_OF_BOOK.sub("", text)
+    for folder, of_project in FOLDERS.items():
+        text = text.replace(folder, of_project)
+    return text.replace("winds.zarr", "data").replace("winds", name)
+
+
+# --------------------------------------------------------------------------------------- tests
+
+
+def copy_tests(task: str, files: Files) -> Files:
+    """The tests of modules that need no other file of the book, and their helpers."""
+    absent = set(map(module_of, [*list_files(), *list_tests("*.py")]))
+    absent -= set(map(module_of, [*files, *HELPERS[task]]))
+    left_out = TESTS_OF_WINDS if task == "blank" else ()
+    copied = {f"tests/{name}": (TESTS / name).read_text() for name in HELPERS[task]}
+    for path in list_tests("modules/test_*.py"):
+        name = Path(path).name
+        text = (TESTS / path).read_text()
+        if name not in left_out and not absent & find_modules(text):
+            copied[f"tests/{name}"] = text
+    return copied
+
+
+def list_tests(pattern: str) -> list[str]:
+    return sorted(path.relative_to(TESTS).as_posix() for path in TESTS.glob(pattern))
+
+
+def module_of(path: str) -> str:
+    """The name to import a file or its package by: survival for survival/best.py."""
+    return path.split("/")[0].removesuffix(".py")
+
+
+def find_modules(text: str) -> set[str]:
+    """The modules that a script imports, also within functions: the first part of each."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.split(".")[0])
+    return found
+
+
+# ------------------------------------------------------------------------------------- the project
 
 
 def describe_project(task: str, name: str, files: Files) -> str:
@@ -268,31 +202,17 @@ def describe_project(task: str, name: str, files: Files) -> str:
     imported = set(BY_NAME[task])
     for path, text in files.items():
         if path.endswith(".py"):
-            imported |= find_packages(text)
-    packages = [
-        one for one in required["project"]["dependencies"] if is_of(one, imported)
-    ]
-    development = required["dependency-groups"]["dev"]
-    development = [one for one in development if is_of(one, DEVELOPMENT)]
+            imported |= {name.replace("_", "-") for name in find_modules(text)}
+    packages = choose(required["project"]["dependencies"], imported)
+    development = choose(required["dependency-groups"]["dev"], set(DEVELOPMENT))
     text = (TEMPLATE / "pyproject.template").read_text().replace("{{name}}", name)
     text = text.replace("DEV_PACKAGES", list_packages(development))
     return text.replace("PACKAGES", list_packages(packages))
 
 
-def find_packages(text: str) -> set[str]:
-    """The first part of each module that a script imports, also within functions."""
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.add(node.module)
-    return {name.split(".")[0].replace("_", "-") for name in found}
-
-
-def is_of(requirement: str, packages: set[str] | list[str]) -> bool:
-    """Whether a requirement such as "zarr>=3.1" is one of these packages."""
-    return re.split(r"[\[<>=]", requirement)[0] in packages
+def choose(requirements: list[str], packages: set[str]) -> list[str]:
+    """The requirements, such as "zarr>=3.1", of these packages."""
+    return [one for one in requirements if re.split(r"[\[<>=]", one)[0] in packages]
 
 
 def list_packages(requirements: list[str]) -> str:

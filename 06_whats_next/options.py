@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from arguments import names_that_decide, option
-from checks import check_local, check_server, check_store, set_slots
+from checks import check_local, check_server, check_slots, check_store
 from run_options import (
     OUTPUTS,
     DeviceOptions,
@@ -136,6 +136,11 @@ class TrainingOptions:
         decides=True,
     )
 
+    @property
+    def slots(self) -> int:
+        """The slots that blocks are mixed in, whatever the workers."""
+        return self.shuffle_slots or 4 * self.batch_size
+
 
 @dataclass(frozen=True)
 class EvaluationOptions:
@@ -173,6 +178,6 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     complete_run(args)
     check_store("--store", args.store)
     check_server(args, "checkpoint_dir", "resume")
-    set_slots(args)
+    check_slots(args)
     check_local("--climatology-dir", args.climatology_dir)
     return Options(**vars(args))

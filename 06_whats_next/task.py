@@ -24,9 +24,10 @@ from data import Data, Grid, PatchDataset
 from datamodule import WindDataModule
 from errors import DataError, print_note
 from fields import group_by_unit, split_times
+from location import Location
 from model import Batch, FillGaps, masked_sums
 from options import Options
-from store import FieldReader, Location, RequestCounter
+from store import FieldReader, RequestCounter
 from store_checksum import identify_data
 from store_climatology import load_climatology
 from store_defaults import complete, print_defaults
@@ -41,7 +42,12 @@ def make_data(options: Options, location: Location) -> tuple[Options, Data]:
 
     Options that are not given and depend on the store are completed.
     """
-    reader = FieldReader(location, options.variables, options.level)
+    reader = FieldReader(
+        location,
+        options.variables,
+        options.level,
+        missing_chunks=options.missing_chunks,
+    )
     fields = reader.open()
     for note in reader.notes:
         print_note(note)
@@ -96,7 +102,7 @@ def make_datamodule(
     maker = data.maker(data.training, options.patch_size)
     reader = data.reader.counted_apart()  # the training's requests are its own
     blocks = WindBlocks(maker, reader, per_block)
-    slots = options.shuffle_slots
+    slots = options.slots
     order = BlockOrder(
         blocks=len(blocks),
         batch_size=options.batch_size,

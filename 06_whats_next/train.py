@@ -29,8 +29,8 @@ import task
 from clock import StepClock, peak_memory_gb
 from command_line import call_with_store, run
 from errors import print_note
+from location import Location
 from options import Options
-from store import Location
 from survival.best import BestCheckpoint
 from survival.boundary import EXIT_LOST, StepBoundary, Stopped
 from survival.checkpoints import BackgroundWriter, open_checkpoints
@@ -219,7 +219,7 @@ def train_and_recover(
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """Train on the store that is named, or on a small one; errors end with code 2."""
+    """Train as the command line says; errors end with code 2."""
     return call_with_store(train, __doc__.splitlines()[0], argv)
 
 

@@ -5,14 +5,13 @@
 
 Each trial trains with other values on the same number of samples, and is judged on the
 validation times. You should see the best trials, and the best score against the samples that
-all trials have used. Give the same command again to go on. Change SPACE for your own search.
+all trials have used. Give the same command again to go on. Change search_space.py for your own search.
 """
 
 import argparse
 import multiprocessing
 import os
 import shlex
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -35,24 +34,17 @@ import task
 from arguments import flag_of, take_over
 from checks import check_folder
 from command_line import call_at, make_location, run
-from data import Data
 from errors import refuse
+from location import Location
 from options import RESUME_KEYS, STORE_DEFAULTS, Options, parse_options
+from search_space import SPACE
 from short_run import make_short_trainer
-from store import Location
 
 OUTPUTS = Path("outputs/tune")
 RUNGS = 8  # how often a trial is judged, at equal numbers of samples
 ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 BLUE = "#0072B2"
 ORANGE = "#E69F00"
-
-# What is searched, each by a method of optuna.Trial.
-SPACE: dict[str, Callable[[Trial], float | int | str]] = {
-    "learning_rate": lambda t: t.suggest_float("learning_rate", 3e-4, 1e-1, log=True),
-    "batch_size": lambda t: t.suggest_categorical("batch_size", [4, 8, 16, 32]),
-    "padding": lambda t: t.suggest_categorical("padding", ["zeros", "replicate"]),
-}
 
 
 @dataclass(frozen=True)
@@ -105,17 +97,14 @@ class Judge(Callback):
             raise optuna.TrialPruned
 
 
-def train_trial(options: Options, data: Data, trial: Trial) -> float:
+def train_trial(options: Options, data: task.Data, trial: Trial) -> float:
     """Train with a trial's values; the score of the validation at its end."""
     samples = options.max_steps * options.batch_size
     options = replace(options, **choose(trial))
     batch_size = options.batch_size
     steps_per_rung = max(1, samples // (RUNGS * batch_size))
     options = replace(
-        options,
-        max_steps=RUNGS * steps_per_rung,
-        validate_every=steps_per_rung,
-        shuffle_slots=4 * batch_size,
+        options, max_steps=RUNGS * steps_per_rung, validate_every=steps_per_rung
     )
     trial.set_user_attr("max_steps", options.max_steps)
     module = task.make_datamodule(options, data)

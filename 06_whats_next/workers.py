@@ -1,21 +1,9 @@
-"""The processes that prepare batches: what they import, how they start and end."""
+"""The processes that prepare batches: how they start and end."""
 
 import gc
 import multiprocessing
 import os
 from threading import Thread
-
-# Imported once, by the server that all workers are forked from. No module of a
-# chapter may be among them: in a process that has seen two it would be another's.
-PRELOADED = [
-    "lightning.pytorch",
-    "matplotlib.figure",
-    "obstore",
-    "scipy.interpolate",
-    "torchmetrics",
-    "xarray",
-    "zarr",
-]
 
 
 def start_worker(worker: int) -> None:

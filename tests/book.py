@@ -66,6 +66,7 @@ CARRIED = {
         "evaluation.py",
         "fields.py",
         "levels.py",
+        "location.py",
         "model.py",
         "remedies.py",
         "results.py",

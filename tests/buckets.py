@@ -1,12 +1,10 @@
-"""The S3 server of chapter 3, and web servers, for tests that need a bucket or a URL."""
+"""The S3 server of chapter 3, for tests that need a bucket."""
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import programs
 
@@ -23,16 +21,3 @@ def serving(folder: str | Path, **flags: object) -> Iterator[str]:
             yield server.stdout.readline().strip()
         finally:
             server.kill()
-
-
-@contextmanager
-def serving_files(handler: Callable) -> Iterator[str]:
-    """A web server of this process whose requests this handler answers; yields its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()

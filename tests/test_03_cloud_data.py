@@ -20,6 +20,7 @@ import numpy as np
 import programs
 import psutil
 import pytest
+import web_server
 import xarray as xr
 import zarr
 from runs import (
@@ -624,7 +625,7 @@ def web(folder: Path, fields: tuple):
             asked.append(self.requestline)
 
     handler = partial(Handler, directory=folder / "winds")
-    with buckets.serving_files(handler) as address:
+    with web_server.serving_files(handler) as address:
         yield address, asked
 
 

@@ -337,7 +337,7 @@ BAD_INPUT = {
     "--batch-size 1 --devices 2 --shuffle-slots 8": "--batch-size 1: 2 devices .* need at least 2",
     "--batch-size 2 --accumulate-grad-batches 3": "--batch-size 2: .* 3 micro-batches need at least 3",
     "--accelerator gpu": "--accelerator gpu: this machine has none; give auto or cpu",
-    "--store nowhere": "--store nowhere: no such folder; give a Zarr store, or a URL",
+    "--store nowhere": "--store nowhere: no such folder; give another folder, or a URL",
     "--endpoint http://x": "--endpoint http://x: only for --store .*on s3://; leave it out",
     "--endpoint ftp://x": "--endpoint ftp://x: give http://... or https://...",
     f"--store s3://me:{SECRET}/and/more@winds/v3": f"--store: {IN_ENVIRONMENT}",
@@ -377,7 +377,7 @@ def test_each_number_has_its_least_value(name: str, capsys) -> None:
 
 
 def test_four_batches_are_mixed_whatever_the_workers() -> None:
-    assert [parse("--num-workers", workers).shuffle_slots for workers in (0, 3)] == [16, 16]
+    assert [parse("--num-workers", workers).slots for workers in (0, 3)] == [16, 16]
 
 
 def put_hole(store: Path, position: int) -> None:

@@ -127,7 +127,7 @@ def add_up_bucket(
 
 
 def read_measured(path: Path) -> Measured:
-    """What a run's folder, or results that studies/keep_run.py has kept, say about the run.
+    """What a run's folder, or the results that were kept of it, say about the run.
 
     DataError if it has not ended, or took no step in its last start.
     """
@@ -200,7 +200,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("run", type=Path, help="the folder of a finished run, or results/final.json")
+    add("run", type=Path, help="the folder of a finished run, or its kept results")
     add(
         "--device",
         required=True,

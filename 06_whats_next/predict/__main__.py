@@ -26,6 +26,7 @@ from checks import check_folder, check_secrets, check_server, check_store
 from command_line import call_at, make_location, run
 from devices import set_devices
 from errors import DataError, print_note, program, refuse
+from location import Location
 from options import DeviceOptions, StoreOptions
 from predict.map_store import (
     FILLED,
@@ -36,7 +37,7 @@ from predict.map_store import (
     write_netcdf,
 )
 from predict.maps import OVERLAP, MapDataset, choose_overlap, load_model, make_maps
-from store import FieldReader, Location
+from store import FieldReader
 from store_checksum import sha256_of_values
 
 
@@ -135,11 +136,12 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
     model, record = load_model(args.checkpoint)
     variables = record["options"]["variables"]
     level = record["options"]["level"]
-    reader = FieldReader(location, variables, level)
+    asked_for = (variables, level, args.missing_chunks)
+    reader = FieldReader(location, *asked_for)
     training = reader
     if args.training_store:
         other = replace(location, url=args.training_store)
-        training = FieldReader(other, variables, level)
+        training = FieldReader(other, *asked_for)
     seed = args.seed if args.gaps == "swaths" else None
     overlap = choose_overlap(args.overlap, record)
     maps = make_maps(
@@ -208,7 +210,7 @@ def make_trainer(args: argparse.Namespace, writer: MapWriter) -> Trainer:
 
 
 def main(argv: list[str] | None = None) -> Path:
-    """Fill the maps of the store that is named, or of a small one."""
+    """Fill the maps of the store that is named, or of the demo store."""
     args = parse(argv)
     name = f"checkpoint {args.checkpoint}"
     return call_at(partial(predict, args), make_location(args), name)

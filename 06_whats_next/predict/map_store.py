@@ -73,7 +73,7 @@ class MapStore:
         attributes = {
             "Conventions": "CF-1.11",
             "title": "Maps whose gaps were filled by a network",
-            "source": "predict of Training at Larger Scale, chapter 6",
+            "source": "python -m predict",
             "settings": settings,
         }
         return xr.Dataset(variables, coordinates, attributes)

@@ -18,6 +18,7 @@ from lightning.fabric.strategies import DDPStrategy
 
 from command_line import call_with_store, run
 from errors import print_note
+from location import Location
 from options import PATCH_SIZE, Options
 from preflight.checkpoints import (
     check_start,
@@ -46,7 +47,6 @@ from preflight.training import (
     measure_pace,
     overfit,
 )
-from store import Location
 from survival.resume import Start
 from task import make_data, make_datamodule, make_model
 

@@ -12,10 +12,10 @@ from zipfile import BadZipFile
 import torch
 
 from errors import first_line
+from location import Location
 from options import Options
 from preflight.findings import Finding
 from preflight.training import Trial
-from store import Location
 from survival.checkpoints import find_damage, open_checkpoints
 from survival.resume import Start, find_start, refuse_later
 

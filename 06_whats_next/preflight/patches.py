@@ -14,6 +14,7 @@ from block_loader import BlockLoader, BlockOrder
 from data import Data, Grid, PatchDataset, PatchMaker, Reader
 from datamodule import WindDataModule, count_readers
 from fields import split_times
+from location import Location
 from model import Batch
 from options import Options
 from preflight.findings import Finding
@@ -21,7 +22,7 @@ from preflight.machine import free_memory
 from preflight.memory import Memory, add_up, blocks_waiting, judge_memory
 from preflight.store import RETRY_TIMEOUT, Rate, block_bytes, check_store
 from prices import read_prices
-from store import FieldReader, Location
+from store import FieldReader
 from store_defaults import complete
 from task import example_input, make_model
 
@@ -38,7 +39,8 @@ def open_and_check(
     A store that does not answer is given up soon. Rates are put into `rates`.
     """
     soon = replace(location, retry_timeout=RETRY_TIMEOUT)
-    fields = FieldReader(soon, options.variables, options.level).open()
+    asked_for = (options.variables, options.level, options.missing_chunks)
+    fields = FieldReader(soon, *asked_for).open()
     options = complete(options, fields)
     sizes = ", ".join(f"{dim} {size}" for dim, size in fields.sizes.items())
     yield Finding("store", f"opens; {sizes}")
@@ -46,7 +48,7 @@ def open_and_check(
         options.patch_size
     )
     period = split_times(fields.time, {"--train-times": options.train_times})[0]
-    reader = FieldReader(location, options.variables, options.level)
+    reader = FieldReader(location, *asked_for)
     blocks = reader.split_by_chunk(period.positions)
     size = block_bytes(reader, blocks)
 
@@ -68,7 +70,7 @@ def add_up_memory(fabric: Fabric, options: Options, block: int) -> Memory:
     order = BlockOrder(
         blocks=1,
         batch_size=batch_size,
-        slots=options.shuffle_slots,
+        slots=options.slots,
         patches_per_block=per_block,
         seed=options.seed,
     )
@@ -77,7 +79,7 @@ def add_up_memory(fabric: Fabric, options: Options, block: int) -> Memory:
     batches = order.steps_per_round * options.accumulate_grad_batches
     samples = samples_at_once(options, fabric)
     waiting = blocks_waiting(
-        slots=math.ceil(options.shuffle_slots / fabric.world_size),
+        slots=math.ceil(options.slots / fabric.world_size),
         batch=samples,
         patches_per_block=per_block,
         ahead=loader.depth,

@@ -12,9 +12,10 @@ import zarr
 
 from errors import DataError, first_line
 from fields import Period
+from location import Location
 from preflight.findings import Finding
 from prices import Prices
-from store import FieldReader, Location, connect
+from store import FieldReader, connect
 
 REQUESTS = 100  # of one byte
 RETRY_TIMEOUT = 10  # seconds: a store that does not answer is found out soon

@@ -22,10 +22,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from command_line import call_with_store, run
 from data import PatchDataset
 from errors import refuse
+from location import Location
 from options import Options
 from results import save_rows
 from short_run import make_short_trainer
-from store import Location
 from task import make_data, make_datamodule, make_model, measure_rmse
 
 DECAYS = (0.9, 0.99, 0.999)

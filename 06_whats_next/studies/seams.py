@@ -12,10 +12,10 @@ import numpy as np
 
 from command_line import run
 from errors import DataError
+from location import Location
 from predict.maps import MapDataset, MapFiller, choose_overlap, load_model
 from predict.tiles import Tiling
 from results import save_rows
-from store import Location
 from studies.skill import call_study, make_draws, predict_map
 
 OVERLAPS = (0, 4, 8, 16, 32)  # and --overlap

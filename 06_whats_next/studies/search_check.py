@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from optuna.trial import FixedTrial, TrialState
 
 from command_line import call_at, make_location
+from location import Location
 from options import Options, parse_options
 from results import RESULTS, save_rows
-from store import Location
 from task import make_data
 from tune import RUNGS, choose, make_pruner, make_sampler, start_processes, train_trial
 

@@ -23,6 +23,7 @@ from checks import check_secrets, check_server, check_store
 from command_line import call_at, make_location, run
 from errors import CheckpointError, refuse
 from evaluation import NETWORK, fills
+from location import Location
 from options import StoreOptions
 from predict.maps import (
     OVERLAP,
@@ -33,7 +34,7 @@ from predict.maps import (
     make_maps,
 )
 from results import RESULTS, save_rows
-from store import FieldReader, Location
+from store import FieldReader
 
 # Boxes: south, north, west, east. The land in them counts, too.
 BASINS = {
@@ -227,7 +228,8 @@ def make_draws(
     model, record = load_model(args.checkpoint)
     options = record["options"]
     overlap = choose_overlap(overlap, record)
-    reader = FieldReader(location, options["variables"], options["level"])
+    asked_for = (options["variables"], options["level"], args.missing_chunks)
+    reader = FieldReader(location, *asked_for)
     times = args.times or options["test_times"]
     draws = []
     for seed in range(args.draws):

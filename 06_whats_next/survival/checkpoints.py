@@ -19,7 +19,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from errors import CheckpointError, DataError, first_line, print_note
-from store import Location, client_options
+from location import Location, client_options
 
 ASIDE = "part.ckpt"  # what is being written
 # Of obstore, of the system, and of torch.save on a full disk.

@@ -9,8 +9,8 @@ from torch import distributed
 from arguments import require_same, take_over
 from block_loader import Window, batch_number
 from errors import CheckpointError, DataError, first_line, print_note
+from location import Location
 from options import RESUME_KEYS, STORE_DEFAULTS, Options
-from store import Location
 from survival.checkpoints import (
     STORE_ERRORS,
     Checkpoints,

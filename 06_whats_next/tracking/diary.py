@@ -1,6 +1,6 @@
 """The diary of a run, from what it has written: starts, kills, bad losses, stragglers, scores.
 
-    uv run python -m tracking.diary outputs/train        # or results/rehearsal, which comes with the book
+    uv run python -m tracking.diary outputs/train
 
 You should see a line for each event, in the order in which they happened.
 """

@@ -35,6 +35,7 @@ NOT_OF_A_RUN = (
     "plan/",
     "predict/",
     "preflight/",
+    "search_space.py",
     "studies/",
     "tests/",
     "tune.py",
@@ -175,8 +176,6 @@ def repeatable(record: Record) -> dict:
     default = str(Path(options["output_dir"], "checkpoints"))
     if options["checkpoint_dir"] == default:
         del options["checkpoint_dir"]  # another output folder has its own
-    if options.get("shuffle_slots") == 4 * options["batch_size"]:
-        del options["shuffle_slots"]  # so that another batch has its own
     return options
 
 

@@ -1,6 +1,5 @@
 """Blocks lose and double no sample, their order is a function, and their memory is bounded."""
 
-import re
 import threading
 import time
 import weakref
@@ -10,7 +9,6 @@ from itertools import islice, product
 from math import ceil, gcd
 
 import block_loader
-import book
 import numpy as np
 import pytest
 from block_loader import BlockLoader, BlockOrder
@@ -107,25 +105,6 @@ def test_as_many_blocks_are_read_at_once_as_there_are_threads() -> None:
     order = make_order(patches_per_block=1)
     assert len(list(BlockLoader(order, make_batches(order, 6), read_block, list, threads=4))) == 6
     assert len(threads) == 4
-
-
-def test_the_readmes_loader_of_other_data_brings_pairs_of_successive_states() -> None:
-    """The pairs are the same each time. The example is the README's Python block below a comment."""
-    text = (book.ROOT / "05_model_profiling/README.md").read_text()
-    example = re.search(r"<!-- other data -->\s*```python\n(.*?)\n```", text, re.DOTALL)
-    names = {"__name__": "other_data"}
-    exec(example[1], names)
-    series, loader, batches = (names[name] for name in ("series", "loader", "batches"))
-    times = {state.tobytes(): number for number, state in enumerate(series)}  # each is known by its values
-    found = set()
-    for batch, again in zip(batches, loader, strict=True):
-        assert batch.shape == (loader.dataset.order.batch_size, 2, series.shape[1])
-        np.testing.assert_array_equal(batch, again)
-        for first, second in batch.numpy():
-            number = times[first.tobytes()]
-            np.testing.assert_array_equal(second, series[number + 1])
-            found.add(number)
-    assert len(found) > 100  # many different pairs
 
 
 # ------------------------------------------------------------------------------ memory, threads and errors

@@ -10,10 +10,10 @@ import pytest
 import task
 from climatology import describe_shares
 from data import Data
+from location import Location
 from made_up_winds import COLUMNS, ROWS, flags_for, make_winds, with_land, write
 from predict.maps import MapDataset
 from preflight.patches import check_climatology
-from store import Location
 
 pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
 PERIODS = ("training", "validation", "test")

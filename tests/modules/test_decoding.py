@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import xarray as xr
 from errors import DataError
+from location import Location
 from made_up_winds import COLUMNS, DIMS, ROWS, make_winds
-from store import FieldReader, Location
+from store import FieldReader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:variable .* has multiple fill values"),

@@ -4,12 +4,8 @@ import csv
 import json
 from pathlib import Path
 
-import book
-import pytest
-from studies import rehearsal
 from tracking import diary
 
-RESULTS = book.ROOT / "06_whats_next/results"
 AGAIN = "steps that were logged are computed again"
 BAD = "a loss was bad, and the run leaves out batch"
 
@@ -43,26 +39,3 @@ def test_a_run_that_goes_back_further_the_second_time_is_told_in_the_order_of_ti
         (30, "rank 1 is slow"),
         (58, f"went on from step 58 on 2026-01-01 13:00:00; 1 {AGAIN}; {BAD} 9"),
     ]
-
-
-def require_three_faults(texts: list[str]) -> None:
-    """A diary that names the kill, the bad loss and the slow rank, and says when it was over."""
-    starts = [text for text in texts if text.startswith("went on from step")]
-    assert len(starts) == 2
-    assert starts[1].endswith("leaves out batch 57") and "leaves out" not in starts[0]
-    slow = [number for number, text in enumerate(texts) if "rank 1 computes its forward pass" in text]
-    assert len(slow) == 1
-    assert any("no rank is slower" in text for text in texts[slow[0] :])
-    assert texts[-1].startswith("finished")
-
-
-def test_the_diary_that_comes_with_the_book_is_read_from_the_logs_beside_it() -> None:
-    told = [{"step": event.step, "text": event.text} for event in diary.list_events(RESULTS / "rehearsal")]
-    assert told == book.results("06_whats_next/results/rehearsal.json")["rows"]
-    require_three_faults([event["text"] for event in told])
-
-
-@pytest.mark.thorough
-def test_a_rehearsal_names_its_three_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rehearsal, "FOLDER", tmp_path / "rehearsal")
-    require_three_faults([event.text for event in rehearsal.main([])])

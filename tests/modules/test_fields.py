@@ -13,8 +13,9 @@ import xarray as xr
 from chunking import explain_blocks
 from errors import DataError
 from fields import explain_bounds, group_by_unit, split_times
+from location import Location
 from made_up_winds import COLUMNS, DIMS, TRAINING
-from store import FieldReader, Location
+from store import FieldReader
 
 pytestmark = [  # of which train.py shows none, either
     pytest.mark.filterwarnings("ignore:Failed to open Zarr store with consolidated metadata"),

@@ -15,12 +15,13 @@ import torch
 from block_loader import BlockLoader, BlockOrder
 from datamodule import count_readers
 from fields import split_times
+from location import Location
 from made_up_winds import make_winds, write
 from numbered_blocks import AtOnce
 from preflight import checkpoints, findings, machine, memory, patches, ranks, store, training
 from preflight.findings import Finding
 from steps import StepSampler
-from store import FieldReader, Location
+from store import FieldReader
 
 FULL = ("--checkpoint-dir", "x", 199, 200)
 JUDGES = {  # what is judged, a case that is well, one that is not, and what is said then

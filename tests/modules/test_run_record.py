@@ -13,9 +13,10 @@ import pytest
 import torch
 from errors import CheckpointError, DataError
 from fields import split_times
+from location import Location
 from options import STORE_DEFAULTS, Options, parse_options
 from run_options import make_parser
-from store import FieldReader, Location
+from store import FieldReader
 from store_checksum import identify_data
 from tracking import run_record
 from tracking.run_record import Record, check_record

@@ -13,10 +13,10 @@ import results
 import task
 import torch
 import xarray as xr
+from location import Location
 from made_up_winds import write
 from options import Options
 from predict.maps import load_model
-from store import Location
 from studies import keep_run, skill
 
 FINAL = book.ROOT / "06_whats_next/results/final.ckpt"

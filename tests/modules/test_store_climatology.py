@@ -15,12 +15,13 @@ import pytest
 import store_climatology
 import xarray as xr
 import zarr
-from buckets import serving_files
 from climatology import Climatology
 from errors import DataError
 from fields import split_times
+from location import Location
 from made_up_winds import COLUMNS, DIMS, ROWS, TRAINING, make_winds, with_land, with_moving_gaps, write
-from store import FieldReader, Location
+from store import FieldReader
+from web_server import serving_files
 
 CHUNKS = (8, ROWS // 2, COLUMNS // 2)  # 10 blocks of the training times
 

@@ -1,25 +1,19 @@
 """The search for hyperparameters, and how it is replayed on measured trials."""
 
 import math
-import subprocess
-import sys
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-import book
 import numpy as np
 import optuna
-import programs
-import psutil
 import pytest
 import tune
 from command_line import make_location
 from made_up_winds import flags_for, make_winds, write
 from options import Options, parse_options
 from optuna.trial import TrialState
-from studies import search_check
 
 
 @pytest.fixture
@@ -107,12 +101,15 @@ def test_a_search_goes_on_with_the_periods_that_it_began_with_when_the_store_has
 
 @pytest.mark.parametrize(("batch_size", "samples"), [(4, 96), (32, 256)])  # at least a step a rung
 def test_each_trial_trains_on_as_many_samples_and_is_judged_as_often(
-    options: Options, batch_size: int, samples: int
+    options: Options, batch_size: int, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = search_check.KeptTrial({"learning_rate": 1e-3, "batch_size": batch_size, "padding": "zeros"})
+    params = {"learning_rate": 1e-3, "batch_size": batch_size, "padding": "zeros"}
+    trial = optuna.trial.FixedTrial(params)
+    reported = []
+    monkeypatch.setattr(trial, "report", lambda score, rung: reported.append(score))
     rmse = tune.train_trial(*tune.task.make_data(options, make_location(options)), trial)
-    assert len(trial.rmse) == tune.RUNGS
-    assert trial.rmse[-1] == rmse
+    assert len(reported) == tune.RUNGS
+    assert reported[-1] == rmse
     assert trial.user_attrs["samples"] == samples
 
 
@@ -127,42 +124,3 @@ def test_the_best_so_far_is_that_of_whole_trials_in_the_order_in_which_they_end(
     spent, best = tune.best_so_far(trials)
     assert spent == [0, 2001, 4003, 6006, 8010]
     assert np.array_equal(best, [math.nan, math.nan, 1.5, 1.0, 1.0], equal_nan=True)
-
-
-def test_a_replay_spends_the_compute_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight rungs are a whole trial; a trial that is pruned at the first costs an eighth."""
-    committed = book.results("06_whats_next/results/search.json")["rows"]
-    table = search_check.make_table(committed)
-    assert len(table) == 88
-    rungs = []
-    report = optuna.trial.Trial.report
-    monkeypatch.setattr(optuna.trial.Trial, "report", lambda self, *v: (rungs.append(v[1]), report(self, *v)))
-    for sampler, pruner in search_check.WAYS:
-        rungs.clear()
-        reached = search_check.replay(table, sampler, pruner, seed=1)
-        assert len(rungs) in range(32 * 8, 33 * 8)
-        assert reached == sorted(reached, reverse=True)
-        assert rungs == list(range(1, 9)) * 32 if pruner == "none" else rungs.count(1) > 60
-
-
-@pytest.mark.thorough
-def test_a_search_in_two_processes_that_is_killed_goes_on(flags: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, *"tune.py --processes 2 --trials 4 --search-dir".split(), tmp_path, *flags]
-    journal = tmp_path / "journal.log"
-    with subprocess.Popen(command, cwd=book.ROOT / "06_whats_next") as search:
-        programs.wait_for(
-            lambda: journal.exists() and journal.read_text().count('"samples"') > 3, search, "a trial"
-        )
-        family = [*psutil.Process(search.pid).children(recursive=True), psutil.Process(search.pid)]
-        for process in family:
-            process.kill()
-        psutil.wait_procs(family)
-    subprocess.run(command, cwd=book.ROOT / "06_whats_next", check=True)
-    trials = tune.open_study(tune.Search(tmp_path, "tpe", "halving", 4, 2), 0).trials
-    assert not [trial for trial in trials if trial.state == TrialState.RUNNING]
-    tried = [trial.params for trial in trials if trial.state in tune.ENDED]
-    assert len(tried) >= 4
-    failed = [trial.params for trial in trials if trial.state == TrialState.FAIL]
-    assert failed
-    assert all(params in tried for params in failed if len(params) == 3)
-    assert (tmp_path / "tpe_halving.png").exists()

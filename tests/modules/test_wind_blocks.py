@@ -1,13 +1,10 @@
 """Blocks of the winds: what they hold, what is cut from them, and what they cost."""
 
-import json
-import urllib.request
 import weakref
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
-import buckets
 import numpy as np
 import pytest
 from made_up_winds import COLUMNS, LAND, ROWS, SIZE, flags_for, make_datamodule, make_winds, with_land, write
@@ -134,19 +131,3 @@ def test_no_map_is_kept(make_data, monkeypatch) -> None:
     assert len(samples) == 4
     assert len(maps) == 2
     assert all(reference() is None for reference in maps)
-
-
-def test_shards_in_a_bucket_that_fails_now_and_then_have_the_same_batches(make_data, folder: Path) -> None:
-    """To the bit, whatever was read for them."""
-    expected = list(make_data("single").train_loader())
-    bucket = ("--store", "s3://winds/shards", "--anonymous")
-    faults = {"error_rate": 0.05, "reset_rate": 0.01, "truncate_rate": 0.01}
-    with buckets.serving(folder, latency_ms=0, **faults) as address:
-        found = list(make_data("shards", *bucket, "--endpoint", address).train_loader())
-        with urllib.request.urlopen(f"{address}/_counts") as reply:
-            counts = json.load(reply)
-    assert sum(counts[name] for name in ("SlowDown", "reset", "truncated")) > 0
-    assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected):
-        for name in ("input", "target", "unseen", "weight"):
-            np.testing.assert_array_equal(one[name], other[name])

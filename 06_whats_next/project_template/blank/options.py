@@ -19,7 +19,7 @@ STORE_DEFAULTS: dict[str, object] = {}
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Where data and checkpoints are: checks.py and store.py read all of these."""
+    """Where data and checkpoints are: checks.py and location.py read all of these."""
 
     store: str | None = option(
         None, "your data: a path or a URL; the images here are drawn, and need none"

@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 from block_loader import Window, batch_number
 from clock import TimedLoader
 from steps import StepSampler
-from workers import PRELOADED, start_worker
+from workers import start_worker
 
 SIZE = 16  # pixels along a side
 CLASSES = ("disc", "square", "cross")
 TRAINING, VALIDATION, TEST = range(3)  # random streams: no part sees another's images
+# Imported once, by the server that all workers are forked from.
+PRELOADED = ["lightning.pytorch", "torchmetrics"]
 
 
 def draw(kind: int, rng: np.random.Generator) -> np.ndarray:
@@ -64,7 +66,12 @@ class ShapesModule(LightningDataModule):
     """
 
     def __init__(
-        self, data: None, *, options: dict, first_step: int, skipped: tuple[Window, ...]
+        self,
+        data: tuple,
+        *,
+        options: dict,
+        first_step: int,
+        skipped: tuple[Window, ...],
     ):
         super().__init__()
         # Without the rest, which Lightning would compare, and arrays cannot be.

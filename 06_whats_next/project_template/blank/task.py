@@ -14,32 +14,34 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from block_loader import Window
 from errors import DataError
+from location import Location
 from model import Classifier
 from options import Options
 from shapes import CLASSES, ShapesModule
-from store import Location
 
 LOSS = "loss"  # what training logs, and what must be finite and no spike
 HIGHER_IS_BETTER = True  # of score()
 
+Data = tuple[str, ...]  # what make_data returns: here, the names of the classes
 
-def make_data(options: Options, location: Location) -> tuple[Options, None]:
+
+def make_data(options: Options, location: Location) -> tuple[Options, Data]:
     """Open what is read, at location.url, once a process; the next functions get it.
 
     The options are returned, too, for those that depend on the data.
     """
     if location.url:
         raise DataError(f"--store {location.url}: not read; open it in make_data")
-    return options, None
+    return options, CLASSES
 
 
-def describe_data(data: None) -> dict[str, str]:
+def describe_data(data: Data) -> dict[str, str]:
     """Checksums for the record: a run goes on only with data of the same "values"."""
-    return {"values": f"drawn: {', '.join(CLASSES)}"}
+    return {"values": f"drawn: {', '.join(data)}"}
 
 
 def make_datamodule(
-    options: Options, data: None, first_step: int = 0, skipped: tuple[Window, ...] = ()
+    options: Options, data: Data, first_step: int = 0, skipped: tuple[Window, ...] = ()
 ) -> ShapesModule:
     """The loaders of a run that begins at a step, and leaves batches out."""
     return ShapesModule(
@@ -47,7 +49,7 @@ def make_datamodule(
     )
 
 
-def make_model(options: Options, data: None = None) -> Classifier:
+def make_model(options: Options, data: Data | None = None) -> Classifier:
     """The network, with its loss, its learning rate and its example_input_array."""
     model = Classifier(options.learning_rate, options.dropout, options.seed)
     if options.compile:
@@ -61,7 +63,7 @@ def score(metrics: dict[str, float]) -> float:
 
 
 def closer_look(
-    options: Options, data: None
+    options: Options, data: Data
 ) -> Callable[[Trainer, LightningModule], dict[str, float]] | None:
     """What measures a model anew that may be the best, where the validation looks at little."""
     return None

@@ -1,0 +1,11 @@
+"""What tune.py searches: options of train.py, each by a method of optuna.Trial."""
+
+from collections.abc import Callable
+
+from optuna import Trial
+
+SPACE: dict[str, Callable[[Trial], float | int | str]] = {
+    "learning_rate": lambda t: t.suggest_float("learning_rate", 3e-4, 1e-1, log=True),
+    "batch_size": lambda t: t.suggest_categorical("batch_size", [8, 16, 32, 64]),
+    "dropout": lambda t: t.suggest_float("dropout", 0.0, 0.5),
+}
