@@ -131,7 +131,9 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
             f"{reason}; give it units such as 'days since 1982-01-01'"
         ) from error
     start, end = (str(date)[:10] for date in time.values[[0, -1]])
-    remedy = f"give dates of {start} to {end} that no other period has"
+    remedy = f"give dates of {start} to {end}"
+    if len(spans) > 1:
+        remedy += " that no other period has"
     periods: list[Period] = []
     given_by: dict[int, str] = {}
     for flag, (first, last) in spans.items():

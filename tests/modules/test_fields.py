@@ -428,3 +428,10 @@ def test_times_that_cannot_be_used_are_refused_with_their_flag(case: str) -> Non
     spans = {"--train-times": tuple(training.split()), "--test-times": tuple(test.split())}
     with pytest.raises(DataError, match=message):
         split_times(time, spans)
+
+
+def test_a_period_that_is_alone_is_compared_with_no_other() -> None:
+    """As in predict."""
+    time = xr.DataArray(DATES, dims="time", coords={"time": DATES})
+    with pytest.raises(DataError, match="--times 1990 1991: no times; give dates of 1982-01-01 to 1982-12-31$"):
+        split_times(time, {"--times": ("1990", "1991")})
