@@ -130,8 +130,8 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
         raise DataError(
             f"{reason}; give it units such as 'days since 1982-01-01'"
         ) from error
-    start, end = (str(date)[:10] for date in time.values[[0, -1]])
-    remedy = f"give dates of {start} to {end}"
+    start, end = time.values[[0, -1]]
+    remedy = f"give dates of {day_of(start)} to {day_of(end)}"
     if len(spans) > 1:
         remedy += " that no other period has"
     periods: list[Period] = []
@@ -155,3 +155,8 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
         given_by |= dict.fromkeys(positions, flag)
         periods.append(Period(positions, time.values[positions], months[positions]))
     return periods
+
+
+def day_of(date: object) -> str:
+    """A date without its time of day. A year may have five digits, or a sign."""
+    return str(date).replace("T", " ").split(" ")[0]

@@ -413,6 +413,7 @@ def test_the_data_of_another_calendar_are_known_again(winds: xr.Dataset, tmp_pat
 
 DATES = np.arange("1982-01-01", "1983-01-01", dtype="datetime64[D]").astype("datetime64[ns]")
 DAYS_OF_360 = xr.date_range("1982-01-01", periods=360, freq="D", calendar="360_day", use_cftime=True)
+LATE = xr.date_range("12000-01-01", periods=360, freq="D", calendar="noleap", use_cftime=True)
 JUNE = "1982-01 1982-06"
 OUTSIDE = {  # times, those to train on and to test on, and what is said
     "no date": (DATES, "then now", "1982 1982", "--train-times then now: not dates of the store's calendar"),
@@ -423,6 +424,7 @@ OUTSIDE = {  # times, those to train on and to test on, and what is said
         "--test-times 1982-07 1982-07-31: not dates of the store's calendar, 360_day; give dates of 1982-01-01 to",
     ),
     "empty": (DATES, JUNE, "1982-12 1982-11", "--test-times 1982-12 1982-11: no times; give dates of"),
+    "five digits": (LATE, "1982 1982", "1983 1983", "no times; give dates of 12000-01-01 to 12000-12-26 that"),
     "overlap": (DATES, JUNE, "1982-06-30 1982-09", f"--test-times .*: shares times with .* {JUNE};"),
     "integers": (np.arange(365), "0 100", "200 300", "time holds int64, not dates; give it units such as"),
 }
