@@ -7,7 +7,7 @@ import xarray as xr
 
 from arguments import flag_of
 from errors import DataError, print_note
-from fields import split_times
+from fields import day_of, split_times
 from options import PATCH_SIZE, STORE_DEFAULTS, Options
 
 PERIODS = ("train_times", "validation_times", "test_times")
@@ -58,9 +58,7 @@ def split_dates(time: xr.DataArray) -> dict[str, list[str]]:
         raise DataError(f"--train-times: there are {len(dates)} dates; {remedy}")
     spans = {}
     for name, start, stop in zip(PERIODS, ends, ends[1:]):
-        first = str(dates[start])[:10]
-        last = str(dates[stop - 1])[:10]
-        spans[name] = [first, last]
+        spans[name] = [day_of(dates[start]), day_of(dates[stop - 1])]
     return spans
 
 
