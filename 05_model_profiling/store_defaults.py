@@ -13,9 +13,9 @@ from options import PATCH_SIZE, STORE_DEFAULTS, Options
 PERIODS = ("train_times", "validation_times", "test_times")
 # Why a default is not that of STORE_DEFAULTS.
 REASONS = {
-    "train_times": "the first 80% of the store's dates",
-    "validation_times": "the next 10% of the store's dates",
-    "test_times": "the last 10% of the store's dates",
+    "train_times": "about the first 80% of the store's dates",
+    "validation_times": "about the next 10% of the store's dates",
+    "test_times": "about the last 10% of the store's dates",
     "patch_size": "the largest that fits the store's grid",
 }
 
@@ -49,17 +49,38 @@ def has_years(time: xr.DataArray, spans: list[list[str]]) -> bool:
 
 
 def split_dates(time: xr.DataArray) -> dict[str, list[str]]:
-    """The first 80% of the dates, the next 10% and the last 10%. No date is divided."""
+    """About the first 80% of the dates, the next 10% and the last 10%.
+
+    No date is divided. A monthly series is cut at calendar years, because each period then
+    has all seasons. This needs five years: a climatology needs three to train on.
+    """
     dates = np.unique(time.dt.floor("D"))
-    tenth = max(1, round(len(dates) / 10))
-    ends = [0, len(dates) - 2 * tenth, len(dates) - tenth, len(dates)]
-    if ends[1] < 1:
+    starts = find_years(dates)
+    if len(starts) < 5:
+        starts = np.arange(len(dates))
+    tenth = max(1, round(len(starts) / 10))
+    if len(starts) < len(PERIODS):
         remedy = "give a store of at least three dates"
         raise DataError(f"--train-times: there are {len(dates)} dates; {remedy}")
+    ends = [0, starts[-2 * tenth], starts[-tenth], len(dates)]
     spans = {}
     for name, start, stop in zip(PERIODS, ends, ends[1:]):
         spans[name] = [day_of(dates[start]), day_of(dates[stop - 1])]
     return spans
+
+
+def find_years(dates: np.ndarray) -> np.ndarray:
+    """Where whole calendar years begin; nowhere if a month has several dates.
+
+    Those are whole that have as many dates as any other.
+    """
+    calendar = xr.DataArray(dates, dims="time").dt
+    years = calendar.year.values
+    months = 12 * years + calendar.month.values
+    if len(np.unique(months)) < len(months):
+        return np.arange(0)
+    _, starts, counts = np.unique(years, return_index=True, return_counts=True)
+    return starts[counts == counts.max()]
 
 
 def choose_patch_size(fields: xr.Dataset) -> int:

@@ -28,6 +28,18 @@ STORES = {  # the arguments of date_range, and the periods that come of it
         ("0851-01-01", 60, "15D", "360_day"),
         ("0851-01-01 0852-12-16", "0853-01-01 0853-03-16", "0853-04-01 0853-06-16"),
     ),
+    "whole years of months": (
+        ("2001-01", 60, "MS", "standard"),
+        ("2001-01-01 2003-12-01", "2004-01-01 2004-12-01", "2005-01-01 2005-12-01"),
+    ),
+    "and parts of a year at both ends": (
+        ("1999-06", 7 + 14 * 12 + 5, "MS", "360_day"),
+        ("1999-06-01 2011-12-01", "2012-01-01 2012-12-01", "2013-01-01 2014-05-01"),
+    ),
+    "too few years of months": (
+        ("2001-01", 48, "MS", "standard"),
+        ("2001-01-01 2004-02-01", "2004-03-01 2004-07-01", "2004-08-01 2004-12-01"),
+    ),
     "years of five digits": (
         ("9999-12-31", 10, "1D", "noleap"),
         ("9999-12-31 10000-01-07", "10000-01-08 10000-01-08", "10000-01-09 10000-01-09"),
@@ -73,11 +85,11 @@ def test_what_is_given_stays(capsys) -> None:
     given = replace(Options(), train_times=["2001", "2002"], patch_size=32)
     options = complete(given, make_fields(("2001-01", 60, "MS", "standard")))
     assert (options.train_times, options.patch_size) == (["2001", "2002"], 32)
-    assert options.test_times == ["2005-07-01", "2005-12-01"]
+    assert options.test_times == ["2005-01-01", "2005-12-01"]
     assert complete(options, make_fields(grid=(20, 40))) == options
     print_defaults(given, options)
     notes = capsys.readouterr().out
-    assert "--train-times" not in notes and "--patch-size" not in notes and "--test-times 2005-07" in notes
+    assert "--train-times" not in notes and "--patch-size" not in notes and "--test-times 2005-01" in notes
 
 
 def test_too_few_dates_are_refused() -> None:
