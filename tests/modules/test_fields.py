@@ -424,7 +424,12 @@ OUTSIDE = {  # times, those to train on and to test on, and what is said
         "--test-times 1982-07 1982-07-31: not dates of the store's calendar, 360_day; give dates of 1982-01-01 to",
     ),
     "empty": (DATES, JUNE, "1982-12 1982-11", "--test-times 1982-12 1982-11: no times; give dates of"),
-    "five digits": (LATE, "1982 1982", "1983 1983", "no times; give dates of 12000-01-01 to 12000-12-26 that"),
+    "five digits": (
+        LATE,
+        "1982 1982",
+        "1983 1983",
+        "no times; give dates of 12000-01-01 to 12000-12-26 that",
+    ),
     "overlap": (DATES, JUNE, "1982-06-30 1982-09", f"--test-times .*: shares times with .* {JUNE};"),
     "integers": (np.arange(365), "0 100", "200 300", "time holds int64, not dates; give it units such as"),
 }
@@ -442,5 +447,7 @@ def test_times_that_cannot_be_used_are_refused_with_their_flag(case: str) -> Non
 def test_a_period_that_is_alone_is_compared_with_no_other() -> None:
     """As in predict."""
     time = xr.DataArray(DATES, dims="time", coords={"time": DATES})
-    with pytest.raises(DataError, match="--times 1990 1991: no times; give dates of 1982-01-01 to 1982-12-31$"):
+    with pytest.raises(
+        DataError, match=r"--times 1990 1991: no times; give dates of 1982-01-01 to 1982-12-31$"
+    ):
         split_times(time, {"--times": ("1990", "1991")})
