@@ -9,6 +9,7 @@ a CPU with the same number of threads.
 
 import argparse
 import json
+import warnings
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -172,6 +173,10 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
     output = MapStore(store)
     trainer = make_trainer(args, MapWriter(maps, output))
     data = MissingMaps(maps, output, settings)
+    # Lightning warns if nothing is left to do.
+    warnings.filterwarnings(
+        "ignore", "Total length of `DataLoader` across ranks is zero"
+    )
     try:
         trainer.predict(model, datamodule=data, return_predictions=False)
         # Where the ranks meet: Lightning has moved the model back to the CPU by now.
