@@ -28,6 +28,7 @@ KNOWN_WARNINGS = (
     "You're resuming from a checkpoint that ended before the epoch",  # data follow the step
     "Experiment logs directory .* exists",
     "Checkpoint directory .* exists",
+    "Total length of `DataLoader` across ranks is zero",  # all maps are filled
     "Couldn't infer the batch indices",  # predict knows its maps by number
     "The dirpath has changed",  # --resume CKPT of another folder
     "`broadcast_buffers` is deprecated",

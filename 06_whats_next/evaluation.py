@@ -13,6 +13,7 @@ from torch import nn
 from climatology import describe_shares
 from data import PatchDataset
 from errors import DataError
+from fields import day_of
 
 NETWORK = "U-Net"
 NOTHING_TO_JUDGE = "--test-times: no value is present in any patch; give others"
@@ -147,7 +148,7 @@ def plot_example(
         axes.xaxis.set_major_formatter(format_longitude)
         axes.yaxis.set_major_formatter(format_latitude)
         figure.colorbar(mesh, ax=axes, extend=beyond, label=next(iter(units)))
-    date = str(maker.period.dates[patch.time])[:10]
+    date = day_of(maker.period.dates[patch.time])
     title = f"{date}, kept from training"
     if not present.all():
         title += "; dark grey: no value"

@@ -1,6 +1,5 @@
 """Variables and the times of each period, whatever their dimensions are called."""
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,7 +120,8 @@ class Period:
 def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[Period]:
     """The period of each flag, from one date to another, both included.
 
-    DataError if the times are not dates, if a period is empty, or if two share a time.
+    DataError if the times or the ends of a period are not dates, if a period is empty, or
+    if two share a time.
     """
     try:
         months = time.dt.month.values - 1
@@ -130,16 +130,20 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
         raise DataError(
             f"{reason}; give it units such as 'days since 1982-01-01'"
         ) from error
-    start, end = (str(date)[:10] for date in time.values[[0, -1]])
-    remedy = f"give dates of {start} to {end} that no other period has"
+    start, end = time.values[[0, -1]]
+    remedy = f"give dates of {day_of(start)} to {day_of(end)}"
+    if len(spans) > 1:
+        remedy += " that no other period has"
     periods: list[Period] = []
     given_by: dict[int, str] = {}
     for flag, (first, last) in spans.items():
-        positions = np.arange(0)
-        with suppress(KeyError, TypeError, ValueError):  # not a date
-            chosen = time.indexes["time"].slice_indexer(first, last)
-            positions = np.arange(time.size)[chosen]
         given = f"{flag} {first} {last}"
+        try:
+            chosen = time.indexes["time"].slice_indexer(first, last)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"not dates of the store's calendar, {time.dt.calendar}"
+            raise DataError(f"{given}: {reason}; {remedy}") from error
+        positions = np.arange(time.size)[chosen]
         if not positions.size:
             raise DataError(f"{given}: no times; {remedy}")
         shared = {given_by[position] for position in positions if position in given_by}
@@ -151,3 +155,8 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
         given_by |= dict.fromkeys(positions, flag)
         periods.append(Period(positions, time.values[positions], months[positions]))
     return periods
+
+
+def day_of(date: object) -> str:
+    """A date without its time of day. A year may have five digits, or a sign."""
+    return str(date).replace("T", " ").split(" ")[0]

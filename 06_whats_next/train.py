@@ -204,6 +204,8 @@ def train_and_recover(
     start = find_start(checkpoints, options.resume, asdict(options))
     if options.resume not in ("last", "auto") and not options.overwrite:
         refuse_later(checkpoints, start.step)
+    if start.name:
+        print_note(f"resumed at step {start.step} from {start.name}")
     options = start.take_over(options)
     options, data = task.make_data(options, location)
     higher_is_better = task.HIGHER_IS_BETTER

@@ -34,8 +34,13 @@ import task
 from arguments import flag_of, take_over
 from checks import check_folder
 from command_line import call_at, make_location, run
+<<<<<<< HEAD
 from errors import refuse
 from location import Location
+=======
+from data import Data
+from errors import print_note, refuse
+>>>>>>> small
 from options import RESUME_KEYS, STORE_DEFAULTS, Options, parse_options
 from search_space import SPACE
 from short_run import make_short_trainer
@@ -102,9 +107,16 @@ def train_trial(options: Options, data: task.Data, trial: Trial) -> float:
     samples = options.max_steps * options.batch_size
     options = replace(options, **choose(trial))
     batch_size = options.batch_size
-    steps_per_rung = max(1, samples // (RUNGS * batch_size))
+    steps = count_steps(samples, batch_size)
     options = replace(
+<<<<<<< HEAD
         options, max_steps=RUNGS * steps_per_rung, validate_every=steps_per_rung
+=======
+        options,
+        max_steps=steps,
+        validate_every=steps // RUNGS,
+        shuffle_slots=4 * batch_size,
+>>>>>>> small
     )
     trial.set_user_attr("max_steps", options.max_steps)
     module = task.make_datamodule(options, data)
@@ -113,6 +125,22 @@ def train_trial(options: Options, data: task.Data, trial: Trial) -> float:
     trainer = make_short_trainer(options, judge, show_progress=False)
     trainer.fit(model, datamodule=module)
     return judge.score
+
+
+def count_steps(samples: int, batch_size: int) -> int:
+    """The steps of a trial of about so many samples: whole ones, and as many in each rung."""
+    return RUNGS * max(1, samples // (RUNGS * batch_size))
+
+
+def describe_steps(options: Options) -> str:
+    """Why a trial has other steps than --max-steps; "" if it has not."""
+    batch_size = options.batch_size
+    steps = count_steps(options.max_steps * batch_size, batch_size)
+    if steps == options.max_steps:
+        return ""
+    reason = f"a trial is judged {RUNGS} times, at equal numbers of steps"
+    trained = f"of {batch_size} samples it has {steps}"
+    return f"--max-steps {options.max_steps}: {reason}; {trained}"
 
 
 def open_study(search: Search, seed: int) -> optuna.Study:
@@ -249,6 +277,9 @@ def tune(search: Search, options: Options, location: Location) -> optuna.Study:
             options = Options(**take_over(STORE_DEFAULTS, before, asdict(options)))
             options, _ = task.make_data(options, location)
             require_same(study, options)
+            note = describe_steps(options)
+            if note:
+                print_note(note)
             put_back(study)
             with start_processes(search.processes) as processes:
                 ends = []

@@ -151,6 +151,10 @@ def _terminate_self() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _interrupt_self() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def _poison_read(number: int) -> None:
     """Let chapter 6 find 1e25 m/s in what it cuts from the block that is read under this number."""
     import wind_blocks
@@ -257,6 +261,7 @@ FAULTS = {
     "spoil_gradient": _spoil_gradient,
     "terminate_at_start": _terminate_when_data_are_set_up,
     "poison_read": _poison_read,
+    "interrupt_at_step": partial(_at_optimizer_step, _interrupt_self),
     "terminate_at_step": partial(_at_optimizer_step, _terminate_self),
     "terminate_in_backward": partial(_in_backward, _terminate_self),
     "terminate_in_write": partial(_in_write, _terminate_self),

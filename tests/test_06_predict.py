@@ -212,6 +212,12 @@ def test_killed_and_started_again_it_writes_the_same_bytes(
     assert all(path.stat().st_mtime_ns == when for path, when in written.items())
 
 
+def test_where_all_maps_are_there_it_says_where_and_warns_of_nothing(whole: Path, flags: list[str]) -> None:
+    done = programs.require_success(SCRIPT, *flags, "--output", whole)
+    assert done.out.splitlines()[-1] == f"7 maps in {whole}"
+    assert "warn" not in done.err.lower() and "site-packages" not in done.err
+
+
 def test_two_devices_write_the_bytes_of_one(whole: Path, flags: list[str], tmp_path: Path) -> None:
     """Each fills its own maps: those of a rank that is killed are missing, and are all that is filled then."""
     output = tmp_path / "filled.zarr"

@@ -120,7 +120,21 @@ def test_told_to_stop_both_ranks_save_and_end_and_go_on_at_the_same_bits(
     stop_file.unlink(missing_ok=True)
     done = run_ranks(2, *flags)
     assert codes(done) == [0, 0], programs.printed(done)
+    resumed = f"note: resumed at step {said[1]} from step_{int(said[1]):08}.ckpt\n"
+    assert [one.out.count(resumed) for one in done] == [1, 0]
     assert_same_bits(tmp_path, undisturbed(2))
+
+
+def test_an_interrupted_run_says_at_which_step_and_what_it_goes_on_from(
+    local: list[str], tmp_path: Path
+) -> None:
+    flags = [*SMALL, *local, "--output-dir", tmp_path]
+    done = programs.run(SCRIPT, *flags, interrupt_at_step=5, wait_for_writes=True)
+    assert done.code == 1, done.err
+    newest = last_checkpoint(tmp_path).name
+    said = f"note: stopped after step 5: Ctrl-C, which saves nothing; in {tmp_path}/checkpoints: {newest}; the same"
+    assert said in done.out
+    assert done.out.count("stopped after") == 1
 
 
 def test_a_stop_waits_no_longer_than_its_grace(

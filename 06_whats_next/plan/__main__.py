@@ -184,12 +184,16 @@ def print_plans(plans: list[Plan]) -> None:
     print(f"{header} {'cost':>9} {'idle':>8} {'bucket':>8} {'kWh':>8} {'kg CO2':>8}")
     for plan in plans:
         market = plan.market.replace("_", " ")
-        print(
-            f"{market:10} {plan.devices:7} {plan.rate:9,.0f} {plan.hours:7,.1f}", end=""
-        )
+        print(f"{market:10} {plan.devices:7} {plan.rate:9,.0f}", end="")
+        print(f" {show_digits(plan.hours):>7}", end="")
         print(f" {plan.interval_minutes:6.1f} min {plan.cost:9,.2f}", end="")
         print(f" {plan.idle_cost:8,.2f} {plan.bucket_cost:8,.2f}", end="")
-        print(f" {plan.kwh:8,.1f} {plan.kg_co2:8,.2f}")
+        print(f" {show_digits(plan.kwh):>8} {plan.kg_co2:8,.2f}")
+
+
+def show_digits(value: float) -> str:
+    """One decimal; two digits of what is below 1, because a short run takes no 0.0 hours."""
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -162,6 +162,11 @@ class StepBoundary(Checkpoint):
             self.writer.finish()  # or ranks would find different checkpoints
         elif not isinstance(exception, Stopped):
             self.writer.finish(self.grace)
+        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero:
+            newest = self.writer.describe_newest()
+            text = f"stopped after step {self.last_step}: Ctrl-C, which saves nothing"
+            text += f"; in {self.writer.folder.url}: {newest}"
+            print_note(f"{text}; the same command with --resume auto goes on")
 
     def stop(self, trainer: Trainer, reason: Reason, deadline: float) -> None:
         """End this rank when the checkpoint is written, or at the deadline."""

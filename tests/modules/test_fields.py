@@ -413,10 +413,24 @@ def test_the_data_of_another_calendar_are_known_again(winds: xr.Dataset, tmp_pat
 
 
 DATES = np.arange("1982-01-01", "1983-01-01", dtype="datetime64[D]").astype("datetime64[ns]")
+DAYS_OF_360 = xr.date_range("1982-01-01", periods=360, freq="D", calendar="360_day", use_cftime=True)
+LATE = xr.date_range("12000-01-01", periods=360, freq="D", calendar="noleap", use_cftime=True)
 JUNE = "1982-01 1982-06"
 OUTSIDE = {  # times, those to train on and to test on, and what is said
-    "no date": (DATES, "then now", "1982 1982", "--train-times then now: no times; give dates of 1982-01-01"),
+    "no date": (DATES, "then now", "1982 1982", "--train-times then now: not dates of the store's calendar"),
+    "no date in its calendar": (
+        DAYS_OF_360,
+        JUNE,
+        "1982-07 1982-07-31",
+        "--test-times 1982-07 1982-07-31: not dates of the store's calendar, 360_day; give dates of 1982-01-01 to",
+    ),
     "empty": (DATES, JUNE, "1982-12 1982-11", "--test-times 1982-12 1982-11: no times; give dates of"),
+    "five digits": (
+        LATE,
+        "1982 1982",
+        "1983 1983",
+        "no times; give dates of 12000-01-01 to 12000-12-26 that",
+    ),
     "overlap": (DATES, JUNE, "1982-06-30 1982-09", f"--test-times .*: shares times with .* {JUNE};"),
     "integers": (np.arange(365), "0 100", "200 300", "time holds int64, not dates; give it units such as"),
 }
@@ -429,3 +443,12 @@ def test_times_that_cannot_be_used_are_refused_with_their_flag(case: str) -> Non
     spans = {"--train-times": tuple(training.split()), "--test-times": tuple(test.split())}
     with pytest.raises(DataError, match=message):
         split_times(time, spans)
+
+
+def test_a_period_that_is_alone_is_compared_with_no_other() -> None:
+    """As in predict."""
+    time = xr.DataArray(DATES, dims="time", coords={"time": DATES})
+    with pytest.raises(
+        DataError, match=r"--times 1990 1991: no times; give dates of 1982-01-01 to 1982-12-31$"
+    ):
+        split_times(time, {"--times": ("1990", "1991")})

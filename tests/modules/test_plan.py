@@ -137,6 +137,18 @@ def test_a_plan_for_a_gpu_from_a_run_on_a_cpu_says_so(
     assert ("(a GPU)" in printed) == (gpu is not None and not said)
 
 
+@pytest.mark.parametrize(("samples", "hours", "kwh"), [(576, "0.0043", "0.00064"), (5.76e6, "40.0", "6.0")])
+def test_the_time_and_energy_of_a_short_run_are_not_zero(
+    samples: float, hours: str, kwh: str, finished: list[str], capsys
+) -> None:
+    """Of 14 seconds, and one for a checkpoint: 0.0043 hours."""
+    plan.main([*finished, *f"--device small --samples {samples} --devices 1".split()])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("on demand"))
+    words = line.split()
+    assert words[4] == hours
+    assert words[-2] == kwh
+
+
 def test_machines_are_paid_as_a_whole_and_stop_one_by_one(finished: list[str]) -> None:
     plans = plan.main([*finished, *"--device pair --samples 1e8 --devices 1 3 12".split()])
     paid = {(one.market, one.devices): one.device_cost / one.hours for one in plans}

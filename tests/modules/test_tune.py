@@ -113,6 +113,23 @@ def test_each_trial_trains_on_as_many_samples_and_is_judged_as_often(
     assert trial.user_attrs["samples"] == samples
 
 
+@pytest.mark.parametrize(("max_steps", "steps"), [(10, 8), (4, 8), (24, 24)])
+def test_a_search_says_if_its_trials_have_other_steps_than_were_asked_for(
+    options: Options, max_steps: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Once, before the first trial."""
+
+    def end(study: optuna.Study) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(tune, "put_back", end)
+    options = replace(options, max_steps=max_steps)
+    with pytest.raises(SystemExit):
+        tune.tune(tune.Search(tmp_path, "random", "none", 1, 1), options, make_location(options))
+    said = f"note: --max-steps {max_steps}: a trial is judged 8 times, at equal numbers of steps; of 4 samples it has {steps}\n"
+    assert (said in capsys.readouterr().out) == (steps != max_steps)
+
+
 def test_the_best_so_far_is_that_of_whole_trials_in_the_order_in_which_they_end() -> None:
     trials = []
     whole, pruned = TrialState.COMPLETE, TrialState.PRUNED
