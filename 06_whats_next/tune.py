@@ -34,13 +34,8 @@ import task
 from arguments import flag_of, take_over
 from checks import check_folder
 from command_line import call_at, make_location, run
-<<<<<<< HEAD
-from errors import refuse
-from location import Location
-=======
-from data import Data
 from errors import print_note, refuse
->>>>>>> small
+from location import Location
 from options import RESUME_KEYS, STORE_DEFAULTS, Options, parse_options
 from search_space import SPACE
 from short_run import make_short_trainer
@@ -108,16 +103,7 @@ def train_trial(options: Options, data: task.Data, trial: Trial) -> float:
     options = replace(options, **choose(trial))
     batch_size = options.batch_size
     steps = count_steps(samples, batch_size)
-    options = replace(
-<<<<<<< HEAD
-        options, max_steps=RUNGS * steps_per_rung, validate_every=steps_per_rung
-=======
-        options,
-        max_steps=steps,
-        validate_every=steps // RUNGS,
-        shuffle_slots=4 * batch_size,
->>>>>>> small
-    )
+    options = replace(options, max_steps=steps, validate_every=steps // RUNGS)
     trial.set_user_attr("max_steps", options.max_steps)
     module = task.make_datamodule(options, data)
     model = task.make_model(options, data)
