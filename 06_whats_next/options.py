@@ -85,17 +85,17 @@ class DataOptions:
     )
     train_times: list[str] | None = option(
         None,
-        f"to train on; if not given, {' '.join(TRAIN_TIMES)}, or 80%% of the store's dates",
+        f"to train on; if not given, {' '.join(TRAIN_TIMES)}, or about 80%% of the store's dates",
         **TIMES,
     )
     validation_times: list[str] | None = option(
         None,
-        f"to choose by; if not given, {' '.join(VALIDATION_TIMES)}, or the next 10%%",
+        f"to choose by; if not given, {' '.join(VALIDATION_TIMES)}, or about the next 10%%",
         **TIMES,
     )
     test_times: list[str] | None = option(
         None,
-        f"to report; if not given, {' '.join(TEST_TIMES)}, or the last 10%%",
+        f"to report; if not given, {' '.join(TEST_TIMES)}, or about the last 10%%",
         **TIMES,
     )
     patch_size: int | None = option(

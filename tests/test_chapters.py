@@ -348,7 +348,7 @@ BAD_INPUT = {
     f"--endpoint https://me:{SECRET}@localhost": f"--endpoint: {IN_ENVIRONMENT}",
     "--start-method fork": "--start-method fork: .*; give forkserver or spawn",
     "--variables nope": rf"--variables nope: .* not in the store .*; there are {U} \(time, latitude, long",
-    "--train-times 1982 1990": "--validation-times 1990 1990: shares times with --train-times 1982 1990; give",
+    "--train-times 1982 1990 --validation-times 1990 1990": "--validation-times 1990 1990: shares times with --train-times 1982 1990; give",
     "--patch-size 18": "--patch-size 18: the grid is 37 x 72; give a multiple of 4 from 16 to 36",
 }
 
