@@ -77,10 +77,12 @@ def check_batch_size(args: argparse.Namespace) -> None:
         refuse(f"--batch-size {args.batch_size}: {reason} need at least {smallest}")
 
 
-def check_slots(args: argparse.Namespace) -> None:
-    """Refuse a batch that cannot be shared among ranks or slots."""
+def set_slots(args: argparse.Namespace) -> None:
+    """Fill in the slots; refuse a batch that cannot be shared among ranks or slots."""
     check_batch_size(args)
-    if args.shuffle_slots and args.shuffle_slots % args.batch_size:
+    if args.shuffle_slots is None:  # whatever the workers: they decide no result
+        args.shuffle_slots = 4 * args.batch_size
+    if args.shuffle_slots % args.batch_size:
         remedy = f"give a multiple of --batch-size {args.batch_size}"
         refuse(f"--shuffle-slots {args.shuffle_slots}: {remedy}")
 

@@ -61,7 +61,7 @@ def make_location(options: Options) -> Location:
 def call_at(
     task: Callable[[Location], Result], named: Location, checkpoint: str
 ) -> Result:
-    """Call `task` with the location that is named, or with the demo store's.
+    """Call `task` with the location that is named. If none is, see `serve`.
 
     An error becomes a last line and exit code 2. `checkpoint` is how the user named one.
     """
@@ -69,14 +69,15 @@ def call_at(
         logging.getLogger(package).setLevel(logging.WARNING)
     for beginning in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", beginning)
+    location = named
     try:
         with serve(named) as location:
             return task(location)
     except DataError as error:
         print(file=sys.stderr)  # below the progress bar
         reason = str(error).split("DataError: ")[-1].strip()  # a worker's has its stack
-        if named.url and not reason.startswith(("--", "task.py", "train.py")):
-            reason = f"--store {named.url}: {reason}"
+        if location.url and not reason.startswith(("--", "task.py", "train.py")):
+            reason = f"--store {location.url}: {reason}"
         refuse(reason)
     except CheckpointError as error:
         refuse(f"{checkpoint}: {error}")
@@ -89,7 +90,7 @@ def call_at(
 
 
 def serve(named: Location) -> AbstractContextManager[Location]:
-    """The location that is named. If none is, that of demo_store.py, where that file is."""
+    """The location that is named. If none is, what demo_store.py serves, if it is here."""
     if named.url or not find_spec("demo_store"):
         return nullcontext(named)
     from demo_store import serve_demo_store

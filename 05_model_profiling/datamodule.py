@@ -15,7 +15,7 @@ from wind_blocks import WindBlocks
 from workers import start_worker
 
 # Imported once, by the server that all workers are forked from. No module of this folder may
-# be among them: in a process that has seen two chapters it would be the other's.
+# be among them: in a process that has seen another folder's it would be that.
 PRELOADED = [
     "lightning.pytorch",
     "matplotlib.figure",

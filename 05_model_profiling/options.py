@@ -12,9 +12,9 @@ from checks import (
     check_local,
     check_secrets,
     check_server,
-    check_slots,
     check_start_method,
     check_store,
+    set_slots,
 )
 from devices import set_devices, set_precision
 from errors import program
@@ -148,11 +148,6 @@ class TrainingOptions:
         decides=True,
     )
 
-    @property
-    def slots(self) -> int:
-        """The slots that blocks are mixed in, whatever the workers."""
-        return self.shuffle_slots or 4 * self.batch_size
-
 
 @dataclass(frozen=True)
 class DeviceOptions:
@@ -218,7 +213,7 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     check_server(args)
     set_devices(args)
     set_precision(args)
-    check_slots(args)
+    set_slots(args)
     check_start_method(args.start_method)
     check_folder("--output-dir", args.output_dir)
     check_local("--climatology-dir", args.climatology_dir)

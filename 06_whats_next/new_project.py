@@ -71,9 +71,17 @@ BY_NAME = {
     "blank": ["boto3", "tensorboard"],
 }
 DEVELOPMENT = ["pytest", "pytest-timeout", "ruff"]
-IGNORED = ".venv/\n__pycache__/\n.pytest_cache/\n.ruff_cache/\noutputs/\n"
+IGNORED = """.venv/
+__pycache__/
+.ipynb_checkpoints/
+.pytest_cache/
+.ruff_cache/
+outputs/
+slurm-*.log
+"""
 # The book's folders, in launch files and in the image, and what they are in a project.
 FOLDERS = {
+    "-f 06_whats_next/Dockerfile ": "",
     "/book/06_whats_next": "/project",
     "/book": "/project",
     "06_whats_next/": "./",
@@ -110,20 +118,27 @@ def copy_files(task: str) -> Files:
     edits = tomllib.loads((TEMPLATE / "edits.toml").read_text())
     for edit in edits[task]:
         path = edit["file"]
-        files[path] = replace(files[path], **edit)
+        files[path] = replace(path, files.get(path, ""), edit["old"], edit["new"])
     return files
 
 
 def list_files() -> list[str]:
     """The files of this folder that make the chapter, in packages and beside train.py."""
-    paths = [path for pattern in COPIED for path in HERE.glob(pattern)]
-    return sorted(path.relative_to(HERE).as_posix() for path in paths)
+    found = []
+    for path in [path for pattern in COPIED for path in HERE.glob(pattern)]:
+        folder = path.parent
+        is_ours = (
+            folder.name in (HERE.name, "launch") or (folder / "__init__.py").exists()
+        )
+        if is_ours and path.is_file() and not path.name.startswith("."):
+            found.append(path.relative_to(HERE).as_posix())
+    return sorted(found)
 
 
-def replace(text: str, file: str, old: str, new: str) -> str:
+def replace(path: str, text: str, old: str, new: str) -> str:
     """The text with `new` in the place of `old`, which it must have exactly once."""
     if text.count(old) != 1:
-        reason = f"{file} has {text.count(old)} times {old.strip()!r}, not once"
+        reason = f"{path} has {text.count(old)} times {old.strip()!r}, not once"
         refuse(
             f"{reason}; restore the book's file, or mend project_template/edits.toml"
         )
@@ -153,7 +168,7 @@ def reword(path: str, text: str, name: str) -> str:
     text = LINES_OF_BOOK.sub("", text)
     for folder, of_project in FOLDERS.items():
         text = text.replace(folder, of_project)
-    return text.replace("winds.zarr", "data").replace("winds", name)
+    return text.replace("winds", name)
 
 
 # --------------------------------------------------------------------------------------- tests
@@ -184,11 +199,11 @@ def module_of(path: str) -> str:
 
 def find_modules(text: str) -> set[str]:
     """The modules that a script imports, also within functions: the first part of each."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and not node.level:
             found.add(node.module.split(".")[0])
     return found
 
@@ -202,7 +217,7 @@ def describe_project(task: str, name: str, files: Files) -> str:
     imported = set(BY_NAME[task])
     for path, text in files.items():
         if path.endswith(".py"):
-            imported |= {name.replace("_", "-") for name in find_modules(text)}
+            imported |= {module.replace("_", "-") for module in find_modules(text)}
     packages = choose(required["project"]["dependencies"], imported)
     development = choose(required["dependency-groups"]["dev"], set(DEVELOPMENT))
     text = (TEMPLATE / "pyproject.template").read_text().replace("{{name}}", name)
@@ -233,7 +248,7 @@ def lock(folder: Path) -> None:
     try:
         command = ["uv", "lock", "--quiet", "--project", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True)
-        failure = done.stderr.strip().split("\n")[0] if done.returncode else ""
+        failure = done.stderr.strip() if done.returncode else ""
     except OSError as error:
         failure = first_line(error)
     if failure:
@@ -248,17 +263,26 @@ def check_folder(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() or folder.is_symlink():
-        refuse(f"DEST {folder}: is there, and not an empty folder; give another")
+        remedy = "give another, or delete it"
+        refuse(f"DEST {folder}: is there, and not an empty folder; {remedy}")
 
 
 def make_name(folder: Path) -> str:
-    """A name for packages, images and jobs: letters, digits and dashes."""
-    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
-    return name if name[:1].isalpha() else f"project-{name}".rstrip("-")
+    """A name for packages, images and jobs: letters, digits and dashes, 63 at most.
+
+    It is that of no package, which could not be locked beside the project.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower())
+    name = name[:50].strip("-")
+    packages = tomllib.loads((BOOK / "uv.lock").read_text())["package"]
+    is_taken = name in [package["name"] for package in packages]
+    if is_taken or not name[:1].isalpha():
+        name = f"project-{name}".rstrip("-")
+    return name
 
 
 def main(argv: list[str] | None = None) -> Path:
-    """Make the project; its folder. What is wrong ends with code 2, and writes nothing."""
+    """Make the project; its folder. What is wrong ends with code 2."""
     parser = argparse.ArgumentParser(
         prog=program(), description=__doc__.splitlines()[0]
     )
@@ -267,15 +291,16 @@ def main(argv: list[str] | None = None) -> Path:
     task = "winds: this chapter's. blank: images drawn on the spot, to be replaced"
     add("--task", choices=("winds", "blank"), default="winds", help=task)
     args = parser.parse_args(argv)
-    check_folder(args.folder)
-    for path in ("pyproject.toml", "uv.lock", "tests/conftest.py"):
-        if not (BOOK / path).is_file():
-            refuse(f"{BOOK / path}: not there; run this in the book's repository")
-    files = make_files(args.task, make_name(args.folder))
+    for path in (BOOK / "pyproject.toml", BOOK / "uv.lock", TESTS, TEMPLATE):
+        if not path.exists():
+            refuse(f"{path}: not there; run this in the book's repository")
     try:
+        check_folder(args.folder)
+        files = make_files(args.task, make_name(args.folder))
         write_project(args.folder, files)
     except OSError as error:
-        refuse(f"DEST {args.folder}: {error.strerror}; give another")
+        remedy = "give another, or mend that and delete what is there"
+        refuse(f"DEST {args.folder}: {error.strerror}; {remedy}")
     lock(args.folder)
     flags = " --store STORE --variables NAME ..." if args.task == "winds" else ""
     print(f"{args.folder}: {len(files)} files. Next:")

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from arguments import names_that_decide, option
-from checks import check_local, check_server, check_slots, check_store
+from checks import check_local, check_server, check_store, set_slots
 from run_options import (
     OUTPUTS,
     DeviceOptions,
@@ -136,11 +136,6 @@ class TrainingOptions:
         decides=True,
     )
 
-    @property
-    def slots(self) -> int:
-        """The slots that blocks are mixed in, whatever the workers."""
-        return self.shuffle_slots or 4 * self.batch_size
-
 
 @dataclass(frozen=True)
 class EvaluationOptions:
@@ -178,6 +173,6 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     complete_run(args)
     check_store("--store", args.store)
     check_server(args, "checkpoint_dir", "resume")
-    check_slots(args)
+    set_slots(args)
     check_local("--climatology-dir", args.climatology_dir)
     return Options(**vars(args))

@@ -53,8 +53,6 @@ class Traffic:
         return self.requests, self.bytes_read, len(self.missing)
 
 
-# What a FieldReader was asked for, and takes to another process.
-ASKED_FOR = ("location", "variables", "level", "missing_chunks")
 # The traffic of the FieldReader that is reading now. Zarr reads in a thread of its own, and
 # asyncio copies the caller's context there.
 CURRENT_TRAFFIC: ContextVar[Traffic] = ContextVar("CURRENT_TRAFFIC")
@@ -213,7 +211,8 @@ class FieldReader:
         self.traffic = Traffic()
 
     def __getstate__(self) -> dict:
-        return {name: getattr(self, name) for name in ASKED_FOR}
+        names = ("location", "variables", "level", "missing_chunks")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict) -> None:
         self.__init__(**state)
@@ -253,7 +252,8 @@ class FieldReader:
     def counted_apart(self) -> "FieldReader":
         """A reader of the same open store that counts only what is read through it."""
         self.open()
-        other = FieldReader(**self.__getstate__())
+        asked_for = (self.location, self.variables, self.level, self.missing_chunks)
+        other = FieldReader(*asked_for)
         other.store = self.store
         other.fields = self.fields
         other.limits = self.limits

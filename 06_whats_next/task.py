@@ -102,7 +102,7 @@ def make_datamodule(
     maker = data.maker(data.training, options.patch_size)
     reader = data.reader.counted_apart()  # the training's requests are its own
     blocks = WindBlocks(maker, reader, per_block)
-    slots = options.slots
+    slots = options.shuffle_slots
     order = BlockOrder(
         blocks=len(blocks),
         batch_size=options.batch_size,

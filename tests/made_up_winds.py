@@ -63,7 +63,7 @@ def flags_for(store: Path, *flags: object, variables: tuple[str, ...] = ("u", "v
 
 
 def make_datamodule(flags: list[object]):
-    """What train.py makes of these flags, by the modules of the chapter whose files can be imported."""
+    """What train.py makes of these flags, by the modules that can be imported."""
     import task
     from command_line import make_location
     from options import parse_options

@@ -1,8 +1,12 @@
 """A project that new_project.py makes of chapter 6: whole, without the book, and resumed to the bit."""
 
+import ast
 import os
 import re
+import shlex
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -93,15 +97,31 @@ def test_all_of_it_and_its_tests_can_be_imported_without_the_book(project: Path)
     )
 
 
+def texts(project: Path) -> dict[str, str]:
+    """What one reads of a project, by path: not its tests, which are the modules'."""
+    paths = [path for path in project.rglob("*") if path.is_file() and path.parent.name != "tests"]
+    return {
+        path.relative_to(project).as_posix(): path.read_text() for path in paths if path.name != "uv.lock"
+    }
+
+
 def test_a_reader_of_the_other_task_meets_no_winds(projects: dict[str, Path]) -> None:
-    """Nor any reader the book's folders, where its launch files and its image would look for them."""
-    for path in projects["blank"].rglob("*.py"):
-        if path.parent.name != "tests":
-            found = re.findall(r"wind(?!ow)|swath|climatolog|rmse", path.read_text(), re.IGNORECASE)
-            assert found == [], path
-    for task in TASKS:
-        for path in [*projects[task].glob("launch/*"), projects[task] / "Dockerfile"]:
-            assert re.findall(r"winds|06_|03_|/book|\.\./\.venv", path.read_text()) == [], path
+    for path, text in texts(projects["blank"]).items():
+        assert re.findall(r"wind(?!ow)|swath|climatolog|rmse", text, re.IGNORECASE) == [], path
+
+
+def test_a_reader_meets_neither_the_book_nor_what_is_not_there(project: Path) -> None:
+    """But in the first line of the README, and what a record of the code leaves out."""
+    for path, text in texts(project).items():
+        said = text.replace("chapter 6 of Training at Larger Scale", "").replace(
+            "the chapter's `preflight/`", ""
+        )
+        found = re.findall(r"chapter|\bbook\b|06_|03_|\.\./\.venv|demo store|\{\{", said, re.IGNORECASE)
+        assert found == [] or path == "tracking/diary.py", path  # a diary has chapters of its own
+    named = re.findall(r"`((?:\w+/)?\w+(?:\.py|/))`", (project / "README.md").read_text())
+    assert len(named) > 10
+    left_out = {"preflight/", "predict/"} if project.name == "My_task" else set()
+    assert {name for name in named if not (project / name).exists()} == left_out
 
 
 def test_its_launch_files_and_its_image_find_its_files(project: Path) -> None:
@@ -120,28 +140,48 @@ def test_its_launch_files_and_its_image_find_its_files(project: Path) -> None:
     assert [source for source in sources if not any(project.glob(source))] == []
     packages = {f"{path.parent.name}/*.py" for path in project.glob("*/__init__.py")}
     assert packages - set(sources) == {"plan/*.py"}
+    assert yaml.safe_load((project / "launch/skypilot.yaml").read_text())["workdir"] == "."
+    [*_, command] = re.findall(r"^CMD (.*)$", dockerfile, re.MULTILINE)
+    starts = [(project / "launch/skypilot.yaml").read_text(), " ".join(container["command"]), command]
+    assert [("--store" in start) for start in starts] == [project.name == "My_data"] * 3
     for document in (service, job):
         kubernetes_validate.validate(document, "1.31", strict=True)
     assert job["metadata"]["name"] == project.name.lower().replace("_", "-")
 
 
-def test_its_packages_are_the_books_and_no_more_than_are_needed(projects: dict[str, Path]) -> None:
-    books = tomllib.loads((book.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    needed = {}
-    for task in TASKS:
-        described = tomllib.loads((projects[task] / "pyproject.toml").read_text())
-        needed[task] = described["project"]["dependencies"]
-        assert set(needed[task]) < set(books)
-        assert described["project"]["name"] == projects[task].name.lower().replace("_", "-")
-        assert any(one.startswith("pytest>") for one in described["dependency-groups"]["dev"])
-    assert set(needed["blank"]) < set(needed["winds"])
-    assert {re.split("[<>=]", one)[0] for one in needed["blank"]} >= {
-        "torch",
-        "lightning",
-        "obstore",
-        "numpy",
-    }
-    assert {"h5netcdf", "h5py"} <= {re.split("[<>=]", one)[0] for one in needed["winds"]}
+def test_its_packages_are_those_that_it_imports_as_the_book_requires_them(project: Path) -> None:
+    books = tomllib.loads((book.ROOT / "pyproject.toml").read_text())
+    described = tomllib.loads((project / "pyproject.toml").read_text())
+    assert described["project"]["name"] == project.name.lower().replace("_", "-")
+    assert set(described["project"]["dependencies"]) < set(books["project"]["dependencies"])
+    development = described["dependency-groups"]["dev"]
+    assert set(development) < set(books["dependency-groups"]["dev"])
+    assert {requirement.split(">")[0] for requirement in development} == {"pytest", "pytest-timeout", "ruff"}
+    by_name = {"boto3", "tensorboard"}
+    if project.name == "My_data":
+        by_name |= {"cftime", "h5netcdf", "h5py", "numcodecs"}
+    imported = set()
+    for path in project.rglob("*.py"):
+        imported |= new_project.find_modules(path.read_text())
+    own = {path.stem for path in project.rglob("*.py")} | {path.name for path in project.glob("*/")}
+    imported -= own | sys.stdlib_module_names | {"pytest", "demo_store"}  # which one may write
+    declared = {requirement.split(">")[0] for requirement in described["project"]["dependencies"]}
+    assert declared == {module.replace("_", "-") for module in imported} | by_name
+    [versioned] = re.findall(r"^PACKAGES = (.*)$", (project / "results.py").read_text(), re.MULTILINE)
+    assert set(ast.literal_eval(versioned)) <= declared
+
+
+def test_git_keeps_its_files_and_nothing_that_a_run_writes(project: Path, tmp_path: Path) -> None:
+    repository = shutil.copytree(project, tmp_path / "repository")
+    for name in ("outputs/train/x.ckpt", "slurm-1.log", "survival/__pycache__/x.pyc", ".venv/x"):
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).touch()
+    subprocess.run(["git", "init", "--quiet"], cwd=repository, check=True)
+    command = ["git", "ls-files", "--others", "--exclude-standard"]
+    kept = subprocess.check_output(command, cwd=repository, text=True).splitlines()
+    made = [path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()]
+    assert sorted(kept) == sorted(made)
+    assert "uv.lock" in kept
 
 
 # ------------------------------------------------------------------------------ what it does
@@ -202,6 +242,52 @@ def test_a_folder_that_is_there_or_in_the_book_is_refused(
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
+def test_what_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill_up(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for folder, reason in (
+        (tmp_path / ("x" * 300), "File name too long"),
+        (tmp_path / "full", "No space left"),
+    ):
+        with pytest.raises(SystemExit) as ended, monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", fill_up)
+            new_project.main([str(folder), "--task", "blank"])
+        assert ended.value.code == 2
+        assert f"DEST {folder}: {reason}" in capsys.readouterr().err.splitlines()[-1]
+
+
+NAMES = {"a b/it's": "it-s", "2024": "project-2024", "torch": "project-torch", "x" * 200: "x" * 50}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_name_can_be_a_package_and_a_job(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(new_project, "lock", lambda folder: None)
+    folder = tmp_path / name
+    folder.mkdir(parents=True)  # an empty one may be there
+    new_project.main([str(folder), "--task", "blank"])
+    described = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert described["project"]["name"] == NAMES[name]
+    told = capsys.readouterr().out.splitlines()
+    assert shlex.split(told[-2])[1] == str(folder)
+
+
+def test_what_a_reader_keeps_beside_the_chapters_files_is_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = alone.copy_chapter(CHAPTER, tmp_path / "book/06_whats_next").parent
+    before = new_project.list_files()
+    monkeypatch.setattr(new_project, "HERE", copied)
+    for name in ("launch/.x.swp", ".ipynb_checkpoints/train-checkpoint.py", "venv/a.py", "launch/old/x.sh"):
+        (copied / name).parent.mkdir(exist_ok=True)
+        (copied / name).write_bytes(b"\xff")
+    assert new_project.list_files() == before
+
+
 def test_without_the_book_or_with_a_file_that_is_not_the_books_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +312,7 @@ def test_without_uv_it_says_what_to_run_and_it_ends_with_the_next_two_commands(
     monkeypatch.setenv("PATH", str(tmp_path))
     new_project.main([str(tmp_path / "project"), "--task", "blank"])
     said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("note: not locked (")
     assert said[0].endswith(f"run: uv lock --project {tmp_path / 'project'}")
     assert said[-2:] == [
         f"    cd {tmp_path / 'project'} && uv sync",

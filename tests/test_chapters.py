@@ -377,7 +377,7 @@ def test_each_number_has_its_least_value(name: str, capsys) -> None:
 
 
 def test_four_batches_are_mixed_whatever_the_workers() -> None:
-    assert [parse("--num-workers", workers).slots for workers in (0, 3)] == [16, 16]
+    assert [parse("--num-workers", workers).shuffle_slots for workers in (0, 3)] == [16, 16]
 
 
 def put_hole(store: Path, position: int) -> None:

@@ -210,7 +210,7 @@ def make_trainer(args: argparse.Namespace, writer: MapWriter) -> Trainer:
 
 
 def main(argv: list[str] | None = None) -> Path:
-    """Fill the maps of the store that is named, or of the demo store."""
+    """Fill the maps that the command line names."""
     args = parse(argv)
     name = f"checkpoint {args.checkpoint}"
     return call_at(partial(predict, args), make_location(args), name)

@@ -70,7 +70,7 @@ def add_up_memory(fabric: Fabric, options: Options, block: int) -> Memory:
     order = BlockOrder(
         blocks=1,
         batch_size=batch_size,
-        slots=options.slots,
+        slots=options.shuffle_slots,
         patches_per_block=per_block,
         seed=options.seed,
     )
@@ -79,7 +79,7 @@ def add_up_memory(fabric: Fabric, options: Options, block: int) -> Memory:
     batches = order.steps_per_round * options.accumulate_grad_batches
     samples = samples_at_once(options, fabric)
     waiting = blocks_waiting(
-        slots=math.ceil(options.slots / fabric.world_size),
+        slots=math.ceil(options.shuffle_slots / fabric.world_size),
         batch=samples,
         patches_per_block=per_block,
         ahead=loader.depth,

@@ -176,6 +176,8 @@ def repeatable(record: Record) -> dict:
     default = str(Path(options["output_dir"], "checkpoints"))
     if options["checkpoint_dir"] == default:
         del options["checkpoint_dir"]  # another output folder has its own
+    if options.get("shuffle_slots") == 4 * options["batch_size"]:
+        del options["shuffle_slots"]  # so that another batch has its own
     return options
 
 

@@ -1,4 +1,4 @@
-"""Periods and the size of a patch: as given, or as the book has them, or as they fit the store."""
+"""Periods and the size of a patch: as given, or the defaults, or as they fit the store."""
 
 from dataclasses import replace
 

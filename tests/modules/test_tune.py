@@ -48,7 +48,9 @@ def test_a_search_goes_on_where_it_was_stopped_with_other_values(
         return tune.open_study(asked, seed=0)
 
     study = search(2)
-    lost = tune.choose(study.ask())
+    asked = study.ask()
+    tune.choose(asked)
+    lost = asked.params
     tune.put_back(study)
     search(4)
     trials = search(6).trials
@@ -105,6 +107,7 @@ def test_each_trial_trains_on_as_many_samples_and_is_judged_as_often(
 ) -> None:
     params = {"learning_rate": 1e-3, "batch_size": batch_size, "padding": "zeros"}
     trial = optuna.trial.FixedTrial(params)
+    options = replace(options, shuffle_slots=12)  # not those of a trial, which follow its batch
     reported = []
     monkeypatch.setattr(trial, "report", lambda score, rung: reported.append(score))
     rmse = tune.train_trial(*tune.task.make_data(options, make_location(options)), trial)
