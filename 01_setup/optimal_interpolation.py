@@ -58,13 +58,13 @@ def taper(seen: np.ndarray) -> np.ndarray:
     distance *= np.sqrt(3)
     factor = (1 + distance) * np.exp(-distance)
     of_pairs = sliding_window_view(factor, seen.shape)[::-1, ::-1]
-    return of_pairs[seen].reshape(seen.sum(), -1)
+    return of_pairs[seen].reshape(-1, seen.size)
 
 
 def spread_zonal(zonal: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """The zonal covariance of each seen cell with every cell, (seen cells, cells)."""
     by_columns = sliding_window_view(zonal, seen.shape[1], axis=-1)[:, :, ::-1]
-    return by_columns.swapaxes(1, 2)[seen].reshape(seen.sum(), -1)
+    return by_columns.swapaxes(1, 2)[seen].reshape(-1, seen.size)
 
 
 def zonal_covariance(anomalies: np.ndarray, wraps: bool, size: int) -> np.ndarray:
