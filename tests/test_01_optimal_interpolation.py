@@ -84,6 +84,7 @@ def test_its_error_is_the_least_that_theory_allows_and_another_covariances_is_la
     assert error(other) > 1.2 * theory
 
 
+@pytest.mark.filterwarnings("error")
 def test_where_nothing_is_seen_or_nothing_ever_changes_it_gives_the_mean() -> None:
     nothing, seen = np.zeros((4, 4), bool), np.eye(4, dtype=bool)
     assert oi.interpolate(np.zeros((0, 16)), nothing, np.zeros(0)).tolist() == [0] * 16
