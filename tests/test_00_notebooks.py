@@ -18,7 +18,7 @@ def look(notebook: book.NotebookNode) -> tuple[int, str]:
 
 def test_chapter_1_trains_by_hand_and_with_lightning(tmp_path: Path) -> None:
     chapter = book.clone(tmp_path) / "01_setup"
-    book.judge_by_few(chapter / "train.py", chapter / "train_by_hand.py", number=8)
+    book.judge_by_few(chapter / "train.py", chapter / "train_by_hand.py")
     pictures, printed = look(book.execute(chapter / "notebook.ipynb", {"MAX_STEPS": 4}))
     assert pictures == 8
     assert printed.count("4 steps in ") == 2
