@@ -29,9 +29,8 @@ def oi_baseline(training, patches, folder: Path = KEPT) -> dict[str, dict[str, f
     `training` and `patches` are train.py's `Patches`: those to take the covariance from, and those to fill.
     """
     if patches.size**2 > MOST_CELLS:
-        print(
-            f"{OI}: left out, because it would take too long for patches of {patches.size} x {patches.size}"
-        )
+        size = f"{patches.size} x {patches.size}"
+        print(f"{OI}: left out, because it would take too long for patches of {size}")
         return {}
     path = folder / f"optimal_interpolation_{checksum(training, patches)}.json"
     rmse = read(path, list(patches.pools))
@@ -40,11 +39,8 @@ def oi_baseline(training, patches, folder: Path = KEPT) -> dict[str, dict[str, f
         zonal = zonal_of(training)
         fills = (fill(training, zonal, patches, k) for k in range(patches.batch_size))
         rmse = rmse_of(tqdm(fills, OI, patches.batch_size, unit="patch"), patches)
-        seconds = perf_counter() - began
+        print(f"{OI}: {perf_counter() - began:.0f} s for {patches.batch_size} patches, this once")
         keep(path, rmse)
-        print(
-            f"{OI}: {seconds:.0f} s for {patches.batch_size} patches, this once; kept in {os.path.relpath(path)}"
-        )
     return {OI: rmse}
 
 
@@ -116,5 +112,6 @@ def keep(path: Path, rmse: dict[str, float]) -> None:
         with NamedTemporaryFile("w", dir=path.parent, suffix=".begun", delete=False) as file:
             json.dump(rmse, file)
         os.replace(file.name, path)
+        print(f"kept in {os.path.relpath(path)}, where later runs read it")
     except OSError as error:
         print(f"{os.path.relpath(path)} cannot be written ({error.strerror}); the next run computes it again")
