@@ -55,7 +55,7 @@ DIMENSIONS = {  # a name, standard_name, axis or units by which each is known
 TRACK_SPACING, TRACK_SLOPE, SWATH_WIDTH, LOST_PASSES = 10, 0.22, 4, 1 / 8
 DECISIVE = "variables train_times validation_times test_times patch_size batch_size accumulate"
 DECISIVE += " max_steps learning_rate seed"  # what a run and the one that resumes it share
-RIVAL = "interpolated anomalies"  # the baseline to beat
+RIVAL = "interpolated anomalies"  # linear interpolation of them, the best of these four
 JUDGED_SAMPLES, JUDGE_SEED = 96, 1991  # not --seed: every run is judged on the same patches
 ORDER_STREAM, PATCH_STREAM = 1, 2  # each use of randomness has its own: adding one never shifts another
 refuse = argparse.ArgumentParser(usage=argparse.SUPPRESS).error  # says what to mend, and exits with code 2

@@ -110,13 +110,13 @@ def clone(folder: Path) -> Path:
     return folder
 
 
-def judge_by_few(*scripts: Path) -> None:
-    """Let scripts of a clone be judged by 24 patches instead of 96: a reduced setting of notebooks."""
+def judge_by_few(*scripts: Path, number: int = 24) -> None:
+    """Let scripts of a clone be judged by so few patches instead of 96: a reduced setting of notebooks."""
     for script in scripts:
         source = script.read_text()
         if source.count("JUDGED_SAMPLES, JUDGE_SEED = 96,") != 1:
             raise ValueError(f"{script}: says no more how many patches judge it")
-        script.write_text(source.replace("JUDGE_SEED = 96,", "JUDGE_SEED = 24,"))
+        script.write_text(source.replace("JUDGE_SEED = 96,", f"JUDGE_SEED = {number},"))
 
 
 def _same_bytes(one: Path, other: Path) -> bool:

@@ -23,10 +23,15 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def load(script: str | Path, name: str) -> ModuleType:
-    """Import a script of the book under a name of its own."""
-    spec = importlib.util.spec_from_file_location(name, programs.ROOT / script)
+    """Import a script of the book under a name of its own; it finds the modules beside it."""
+    path = programs.ROOT / script
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 

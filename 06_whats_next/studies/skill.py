@@ -153,7 +153,7 @@ def tabulate(
 
 
 def plot_skill(rows: list[dict]) -> Figure:
-    """RMSE by basin, and by how much the network is below the best baseline in each season."""
+    """RMSE by basin, and by how much the network is below the best other fill in each season."""
     basins = list(dict.fromkeys(row["basin"] for row in rows))
     figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -180,7 +180,7 @@ def plot_skill(rows: list[dict]) -> Figure:
 
 
 def gain_of(row: dict) -> float:
-    """The network's RMSE over that of the best baseline, less 1."""
+    """The network's RMSE over that of the best of the four other fills, less 1."""
     return row["rmse"][NETWORK] / row["rmse"][best_baseline(row)] - 1
 
 
