@@ -216,7 +216,8 @@ def test_the_image_runs_train_py_as_process_1_of_a_user_who_may_write_the_output
     user = int(last["USER"].split(":")[0])
     assert user != 0
     assert f"useradd --create-home --uid {user} " in DOCKERFILE
-    folders = re.search(rf"chown {user}:{user} (.*)$", DOCKERFILE, re.MULTILINE)[1].split()
+    owner = f"--owner {user} --group {user}"
+    folders = re.search(rf"install --directory {owner} ((?:\\\n|.)*)$", DOCKERFILE, re.MULTILINE)[1].split()
     assert {"03_cloud_data/outputs", "06_whats_next/outputs"} <= set(folders)
     context = POD["securityContext"]
     assert (context["runAsNonRoot"], context["runAsUser"], context["fsGroup"]) == (True, user, user)

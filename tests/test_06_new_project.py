@@ -99,10 +99,14 @@ def test_all_of_it_and_its_tests_can_be_imported_without_the_book(project: Path)
 
 def texts(project: Path) -> dict[str, str]:
     """What one reads of a project, by path: not its tests, which are the modules'."""
-    paths = [path for path in project.rglob("*") if path.is_file() and path.parent.name != "tests"]
-    return {
-        path.relative_to(project).as_posix(): path.read_text() for path in paths if path.name != "uv.lock"
-    }
+    names = [name for name in files_of(project) if not name.startswith("tests/") and name != "uv.lock"]
+    return {name: (project / name).read_text() for name in names}
+
+
+def files_of(project: Path) -> list[str]:
+    """All but what Python has compiled."""
+    paths = [path for path in project.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return sorted(path.relative_to(project).as_posix() for path in paths)
 
 
 def test_a_reader_of_the_other_task_meets_no_winds(projects: dict[str, Path]) -> None:
@@ -178,8 +182,7 @@ def test_git_keeps_its_files_and_nothing_that_a_run_writes(project: Path, tmp_pa
     subprocess.run(["git", "init", "--quiet"], cwd=repository, check=True)
     command = ["git", "ls-files", "--others", "--exclude-standard"]
     kept = subprocess.check_output(command, cwd=repository, text=True).splitlines()
-    made = [path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()]
-    assert sorted(kept) == sorted(made)
+    assert sorted(kept) == files_of(project)
     assert "uv.lock" in kept
 
 
