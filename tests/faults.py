@@ -152,6 +152,8 @@ def _terminate_self() -> None:
 
 
 def _interrupt_self() -> None:
+    """As Ctrl-C in a terminal does. Where the suite runs in the background, the shell has let it ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.kill(os.getpid(), signal.SIGINT)
 
 
