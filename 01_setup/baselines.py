@@ -2,7 +2,7 @@
 
     uv run python baselines.py                   # both studies
     uv run python baselines.py oi_choices        # by what the constants of optimal interpolation were chosen
-    uv run python baselines.py fills --steps 200 # the table, with other runs of the network
+    uv run python baselines.py fills             # the table
     uv run python baselines.py --save-results    # and write results/fills.json and results/oi_choices.json
 
 It first trains the networks that are not in outputs/baselines, five minutes on two cores; the rest takes ten.
@@ -10,21 +10,16 @@ The longest-trained one is chapter 6's final model, which comes with the book: 5
 EOFs are left out, because they did worse than linear interpolation of the anomalies.
 """
 
-import argparse
-import json
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from time import process_time
 
 import numpy as np
 import torch
 import train
-from benchmark import machine
+from benchmark import run_studies
 from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 
@@ -35,6 +30,7 @@ HERE = Path(__file__).parent
 OUTPUTS = HERE / "outputs/baselines"
 FINAL = HERE.parent / "06_whats_next/results/final.ckpt"
 UNIT = "m/s"
+STEPS = (200, 1500)  # of the networks that are trained here
 OI_WEIGHT = 0.7  # in the blend; the rest is the network's
 # Share of the patch's own covariance, rows and columns of the taper, noise: the chosen ones, then one changed.
 CHOICES = [(0.6, 8, 16, 0.002)]
@@ -67,9 +63,9 @@ def final_model() -> train.UNet:
     return network.eval()
 
 
-def all_networks(steps: list[int]) -> dict[str, train.UNet]:
+def all_networks() -> dict[str, train.UNet]:
     """By name, the longest-trained one last."""
-    networks = {f"U-Net, {number:,} steps": trained(number) for number in sorted(steps)}
+    networks = {f"U-Net, {number:,} steps": trained(number) for number in STEPS}
     if FINAL.exists():
         networks["U-Net, 5,000 steps of 16"] = final_model()
     return networks
@@ -134,10 +130,10 @@ def agreement(by_oi: list[np.ndarray], by_network: list[np.ndarray], patches: tr
     return {"fill": "OI and network", "oi_ahead": ahead, "error_correlation": float(correlation)}
 
 
-def fills(steps: list[int]) -> list[dict]:
+def fills() -> list[dict]:
     """Every fill, on 1990, by which choices are made, and on the test years, by which none is."""
     training, *judging = train.make_patches(train.parse_arguments([]))
-    networks = all_networks(steps)
+    networks = all_networks()
     on_1990, on_test = (compare(training, patches, networks) for patches in judging)
     for before, row in zip(on_1990, on_test):
         if "rmse" in row:
@@ -145,7 +141,7 @@ def fills(steps: list[int]) -> list[dict]:
     return on_test
 
 
-def oi_choices(steps: list[int]) -> list[dict]:
+def oi_choices() -> list[dict]:
     """The RMSE on patches of 1990 of OI with other constants, and of blends with the longest-trained network."""
     training, patches, _ = train.make_patches(train.parse_arguments([]))
     patches.batch_size = FEW  # the first ones: step 0 has them in this order, however many it has
@@ -156,7 +152,7 @@ def oi_choices(steps: list[int]) -> list[dict]:
         filled[choice] = [fill(training, zonal, patches, k, noise, local_share=share) for k in range(FEW)]
         row = {"local_share": share, "taper_rows": height, "taper_columns": width, "noise": noise}
         rows.append(row | {"validation_rmse": rmse_of(filled[choice], patches)[UNIT]})
-    *_, longest = all_networks(steps).values()
+    *_, longest = all_networks().values()
     by_network = [network_fill(longest, patches, k) for k in range(FEW)]
     for weight in WEIGHTS:
         both = [weight * one + (1 - weight) * other for one, other in zip(filled[CHOICES[0]], by_network)]
@@ -169,22 +165,7 @@ STUDIES = {study.__name__: study for study in (fills, oi_choices)}
 
 def main(argv: list[str] | None = None) -> None:
     """Run the studies that were asked for; print their rows, and save them if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all if none")
-    parser.add_argument("--steps", nargs="+", type=int, default=[200, 1500], help="runs of the network")
-    parser.add_argument("--save-results", action="store_true", help="write results/STUDY.json")
-    args = parser.parse_args(argv)
-    if unknown := [name for name in args.studies if name not in STUDIES]:
-        parser.error(f"{unknown[0]}: no such study; choose from {', '.join(STUDIES)}")
-    versions = {"python": platform.python_version()}
-    versions |= {name: version(name).split("+")[0] for name in ("torch", "scipy")}
-    for name in args.studies or STUDIES:
-        rows = STUDIES[name](args.steps)
-        print(json.dumps(rows, indent=2))
-        if args.save_results:
-            results = {"command": f"uv run python baselines.py {name}", "date": str(date.today())}
-            results |= {"machine": machine(), "versions": versions, "rows": rows}
-            (HERE / "results" / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    run_studies(STUDIES, __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -140,19 +141,25 @@ def machine() -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the studies that were asked for; print their rows, and save them if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all if none")
+    run_studies(STUDIES, __doc__.splitlines()[0], argv)
+
+
+def run_studies(studies: dict[str, Callable[[], list[dict]]], summary: str, argv: list[str] | None) -> None:
+    """The command line of a script with studies, such as this one."""
+    parser = argparse.ArgumentParser(description=summary)
+    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(studies)}; all if none")
     parser.add_argument("--save-results", action="store_true", help="write results/STUDY.json")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.studies if name not in STUDIES]:
-        parser.error(f"{unknown[0]}: no such study; choose from {', '.join(STUDIES)}")
+    if unknown := [name for name in args.studies if name not in studies]:
+        parser.error(f"{unknown[0]}: no such study; choose from {', '.join(studies)}")
+    script = Path(sys.argv[0]).name
     versions = {"python": platform.python_version()}
-    versions |= {name: version(name).split("+")[0] for name in ("torch", "lightning")}
-    for name in args.studies or STUDIES:
-        rows = STUDIES[name]()
+    versions |= {name: version(name).split("+")[0] for name in ("torch", "lightning", "scipy")}
+    for name in args.studies or studies:
+        rows = studies[name]()
         print(json.dumps(rows, indent=2))
         if args.save_results:
-            results = {"command": f"uv run python benchmark.py {name}", "date": str(date.today())}
+            results = {"command": f"uv run python {script} {name}", "date": str(date.today())}
             results |= {"machine": machine(), "versions": versions, "rows": rows}
             path = HERE / "results" / f"{name}.json"
             path.parent.mkdir(exist_ok=True)

@@ -33,8 +33,10 @@ def interpolate(covariance, seen, values, noise: float = NOISE) -> np.ndarray:
     variance = among_seen.diagonal()
     scale = variance.mean() or 1  # 0 if nothing ever changes here
     np.fill_diagonal(among_seen, variance + noise * scale)
-    weights = cho_solve(cho_factor(among_seen, overwrite_a=True), values)
-    return (weights @ covariance)[~cells]
+    factor = cho_factor(among_seen, overwrite_a=True)
+    weights = cho_solve(factor, values)
+    expected = weights @ covariance
+    return expected[~cells]
 
 
 def hybrid_covariance(anomalies, zonal, seen, local_share: float = LOCAL_SHARE):
@@ -45,26 +47,35 @@ def hybrid_covariance(anomalies, zonal, seen, local_share: float = LOCAL_SHARE):
     variable: `anomalies` are the patch's at the training times, (times, H, W), and `zonal`
     is the table of zonal_covariance for its rows, (H, H, 2 * W - 1).
     """
-    samples = anomalies.reshape(len(anomalies), -1)
-    local = samples[:, seen.ravel()].T @ samples / len(samples)
+    times = len(anomalies)
+    cells = anomalies.reshape(times, -1)
+    seen_cells = cells[:, seen.ravel()]
+    local = seen_cells.T @ cells / times
+    near = local_share * taper(seen) * local
     far = (1 - local_share) * spread_zonal(zonal, seen)
-    return local_share * taper(seen) * local + far
+    return near + far
 
 
 def taper(seen: np.ndarray) -> np.ndarray:
     """A factor that falls from 1 as two cells lie further apart, (seen cells, cells)."""
-    rows, columns = (np.arange(1 - n, n, dtype="float32") for n in seen.shape)
-    distance = np.hypot(rows[:, None] / TAPER_ROWS, columns / TAPER_COLUMNS)
-    distance *= np.sqrt(3)
+    height, width = seen.shape
+    rows = np.arange(1 - height, height, dtype="float32")
+    columns = np.arange(1 - width, width, dtype="float32")
+    rows /= TAPER_ROWS
+    columns /= TAPER_COLUMNS
+    distance = np.sqrt(3) * np.hypot(rows[:, None], columns)
     factor = (1 + distance) * np.exp(-distance)
-    of_pairs = sliding_window_view(factor, seen.shape)[::-1, ::-1]
+    windows = sliding_window_view(factor, seen.shape)
+    of_pairs = windows[::-1, ::-1]  # from each cell to every cell
     return of_pairs[seen].reshape(-1, seen.size)
 
 
 def spread_zonal(zonal: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """The zonal covariance of each seen cell with every cell, (seen cells, cells)."""
-    by_columns = sliding_window_view(zonal, seen.shape[1], axis=-1)[:, :, ::-1]
-    return by_columns.swapaxes(1, 2)[seen].reshape(-1, seen.size)
+    windows = sliding_window_view(zonal, seen.shape[1], axis=-1)
+    by_columns = windows[:, :, ::-1]  # rows, rows, columns, columns
+    of_pairs = by_columns.swapaxes(1, 2)
+    return of_pairs[seen].reshape(-1, seen.size)
 
 
 def zonal_covariance(anomalies: np.ndarray, wraps: bool, size: int) -> np.ndarray:
@@ -83,12 +94,16 @@ def zonal_sums(anomalies: np.ndarray, wraps: bool, size: int) -> tuple[np.ndarra
     length = anomalies.shape[-1]
     if not wraps:
         length += size  # zeros, so that the last columns do not meet the first
-    spectrum = np.fft.rfft(np.where(present, anomalies, 0), length)
+    values = np.where(present, anomalies, 0)
+    spectrum = np.fft.rfft(values, length)
     spectrum = spectrum.transpose(1, 3, 2, 0)  # variables, wave numbers, rows, times
     products = spectrum.conj() @ spectrum.swapaxes(2, 3)
     by_lag = np.fft.irfft(products, length, axis=1)
-    by_lag = by_lag.take(np.arange(1 - size, size), axis=1, mode="wrap")
-    return by_lag.transpose(0, 2, 3, 1), present.sum(axis=(0, 3))
+    lags = np.arange(1 - size, size)
+    by_lag = by_lag.take(lags, axis=1, mode="wrap")
+    sums = by_lag.transpose(0, 2, 3, 1)
+    counts = present.sum(axis=(0, 3))
+    return sums, counts
 
 
 def divide_sums(products: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -97,5 +112,7 @@ def divide_sums(products: np.ndarray, counts: np.ndarray) -> np.ndarray:
     Over the number of pairs it would be unbiased, but no covariance: with a mask, or on a
     map that does not wrap, no Cholesky factor of it exists.
     """
-    root = np.sqrt(counts.clip(1))[:, :, None, None]
-    return (products / (root * root.swapaxes(1, 2))).astype("float32")
+    root = np.sqrt(counts.clip(1))
+    mean = root[:, :, None] * root[:, None]
+    covariance = products / mean[..., None]
+    return covariance.astype("float32")

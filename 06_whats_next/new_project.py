@@ -127,9 +127,8 @@ def list_files() -> list[str]:
     found = []
     for path in [path for pattern in COPIED for path in HERE.glob(pattern)]:
         folder = path.parent
-        is_ours = (
-            folder.name in (HERE.name, "launch") or (folder / "__init__.py").exists()
-        )
+        is_package = (folder / "__init__.py").exists()
+        is_ours = is_package or folder in (HERE, HERE / "launch")
         if is_ours and path.is_file() and not path.name.startswith("."):
             found.append(path.relative_to(HERE).as_posix())
     return sorted(found)

@@ -62,6 +62,15 @@ def flags_for(store: Path, *flags: object, variables: tuple[str, ...] = ("u", "v
     return [str(flag) for flag in (*names, *SPANS, "--patch-size", SIZE, "--batch-size", 4, *flags)]
 
 
+def reader_of(place: Path | str, *names: str, missing_chunks: str = "refuse", **how: object):
+    """A FieldReader of these variables, of u and v if none is named. `how` is for its Location."""
+    from location import Location
+    from store import FieldReader
+
+    location = Location(str(place), **how)
+    return FieldReader(location, list(names or ("u", "v")), missing_chunks=missing_chunks)
+
+
 def make_datamodule(flags: list[object]):
     """What train.py makes of these flags, by the modules that can be imported."""
     import task

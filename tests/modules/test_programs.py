@@ -39,17 +39,10 @@ def test_missing_chunks_are_counted_and_printed(tmp_path: Path) -> None:
     assert "missing chunks that were asked for: 5\n" in done.out
 
 
-@pytest.fixture
-def flags(tmp_path: Path) -> list[str]:
-    """Of 96 samples: three steps of 4 samples in each of eight rungs."""
-    store = write(tmp_path / "winds.zarr", make_winds())
-    places = ["--output-dir", tmp_path / "run"]
-    sizes = ["--accelerator", "cpu", "--max-steps", 24, "--patches-per-block", 2, "--eval-samples", 8]
-    return flags_for(store, *sizes, *places)
-
-
 @pytest.mark.thorough
-def test_a_search_in_two_processes_that_is_killed_goes_on(flags: list[str], tmp_path: Path) -> None:
+def test_a_search_in_two_processes_that_is_killed_goes_on(tmp_path: Path) -> None:
+    few = "--accelerator cpu --max-steps 24 --patches-per-block 2 --eval-samples 8 --output-dir".split()
+    flags = flags_for(write(tmp_path / "winds.zarr", make_winds()), *few, tmp_path / "run")
     command = [sys.executable, *"tune.py --processes 2 --trials 4 --search-dir".split(), tmp_path, *flags]
     journal = tmp_path / "journal.log"
     with subprocess.Popen(command, cwd=book.ROOT / "06_whats_next") as search:

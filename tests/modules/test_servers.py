@@ -10,15 +10,12 @@ from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
-import made_up_winds
 import numpy as np
 import pytest
 import store_climatology
 import xarray as xr
 from errors import DataError
-from location import Location
-from made_up_winds import COLUMNS, ROWS, write
-from store import FieldReader
+from made_up_winds import COLUMNS, ROWS, make_winds, reader_of, write
 from web_server import serving_files
 
 CHUNKS = (8, ROWS, 20)
@@ -26,7 +23,7 @@ CHUNKS = (8, ROWS, 20)
 
 @pytest.fixture(scope="module")
 def winds() -> xr.Dataset:
-    return made_up_winds.make_winds()[["u", "v"]]
+    return make_winds()[["u", "v"]]
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +34,6 @@ def folder(winds: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "shards", winds, CHUNKS, shards=(16, ROWS, COLUMNS))
     winds.isel(time=slice(4)).to_zarr(folder / "not_consolidated", consolidated=False)
     return folder
-
-
-def reader_of(place: Path | str, *names: str, missing_chunks: str = "refuse", **how: object) -> FieldReader:
-    """A reader of these variables; of u and v if none is named."""
-    location = Location(str(place), **how)
-    return FieldReader(location, list(names or ("u", "v")), missing_chunks=missing_chunks)
 
 
 class Handler(SimpleHTTPRequestHandler):

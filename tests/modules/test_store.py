@@ -17,9 +17,8 @@ import torch
 import xarray as xr
 from errors import DataError
 from location import Location
-from made_up_winds import COLUMNS, DIMS, MAP, ROWS, flags_for, make_datamodule, write
+from made_up_winds import COLUMNS, DIMS, MAP, ROWS, flags_for, make_datamodule, reader_of, write
 from options import parse_options
-from store import FieldReader
 
 CHUNKS = (8, ROWS, 20)
 OBJECTS = 2 * 2  # in which a block of the two winds is kept
@@ -37,18 +36,8 @@ def winds() -> xr.Dataset:
 
 @pytest.fixture(scope="module")
 def folder(winds: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of stores."""
-    folder = tmp_path_factory.mktemp("stores")
-    write(folder / "whole", winds, CHUNKS)
-    write(folder / "shards", winds, CHUNKS, shards=(16, ROWS, COLUMNS))
-    winds.isel(time=slice(4)).to_zarr(folder / "not_consolidated", consolidated=False)
-    return folder
-
-
-def reader_of(place: Path | str, *names: str, missing_chunks: str = "refuse", **how: object) -> FieldReader:
-    """A reader of these variables; of u and v if none is named."""
-    location = Location(str(place), **how)
-    return FieldReader(location, list(names or ("u", "v")), missing_chunks=missing_chunks)
+    """A folder with a store."""
+    return write(tmp_path_factory.mktemp("stores") / "whole", winds, CHUNKS).parent
 
 
 # ------------------------------------------------------------------------------ the reader
