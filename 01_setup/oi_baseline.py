@@ -9,7 +9,6 @@ import math
 import os
 from hashlib import sha256
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from time import perf_counter
 
 import numpy as np
@@ -95,11 +94,11 @@ def read(path: Path, units: list[str]) -> dict[str, float] | None:
     try:
         kept = json.loads(path.read_text())
         rmse = {unit: float(kept[unit]) for unit in units}
-        if not all(map(math.isfinite, rmse.values())):
-            raise ValueError("not a number")
+        if not all(0 < value < math.inf for value in rmse.values()):
+            raise ValueError("no RMSE")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         print(f"{os.path.relpath(path)} cannot be used ({type(error).__name__}); it is computed anew")
         return None
     return rmse
@@ -109,9 +108,9 @@ def keep(path: Path, rmse: dict[str, float]) -> None:
     """Write the file whole or not at all: under another name, then renamed. A note if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=path.parent, suffix=".begun", delete=False) as file:
-            json.dump(rmse, file)
-        os.replace(file.name, path)
+        begun = path.with_suffix(f".{os.getpid()}.begun")  # its own, where two runs compute it at once
+        begun.write_text(json.dumps(rmse))
+        begun.replace(path)
         print(f"kept in {os.path.relpath(path)}, where later runs read it")
     except OSError as error:
         print(f"{os.path.relpath(path)} cannot be written ({error.strerror}); the next run computes it again")

@@ -229,7 +229,10 @@ def test_another_split_or_store_or_method_is_computed_anew(
     assert oi_baseline.checksum(training, test) != before
 
 
-@pytest.mark.parametrize("text", ["", '{"m/s": 0.9', '{"K": 0.9}', '{"m/s": NaN}', "[0.9]", "\x00"])
+BROKEN = ['{"m/s": 0}', '{"m/s": -3}', '{"m/s": 1' + 400 * "0" + "}", 100_000 * "["]
+
+
+@pytest.mark.parametrize("text", ["", '{"m/s": 0.9', '{"K": 0.9}', '{"m/s": NaN}', "[0.9]", "\x00", *BROKEN])
 def test_a_corrupt_file_is_computed_anew_with_a_note(
     text: str, winds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -246,12 +249,14 @@ def test_a_corrupt_file_is_computed_anew_with_a_note(
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(given: object, file) -> None:
-        file.write('{"m/')
+    write = Path.write_text
+
+    def die(path: Path, text: str) -> None:
+        write(path, text[:4])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(oi_baseline.json, "dump", die)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", die)
         oi_baseline.keep(tmp_path / "kept.json", {UNIT: 0.9})
     assert not (tmp_path / "kept.json").exists()
 
