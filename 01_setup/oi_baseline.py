@@ -4,14 +4,13 @@ It depends on the data, the patches and the method, and on no training run. So i
 holds a checksum of all three, and later runs read it.
 """
 
-import json
 import math
-import os
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+from kept_rmse import keep, read
 from tqdm import tqdm
 
 import optimal_interpolation
@@ -87,30 +86,3 @@ def checksum(training, patches) -> str:
     for part in parts:
         digest.update(np.ascontiguousarray(part))
     return digest.hexdigest()[:16]
-
-
-def read(path: Path, units: list[str]) -> dict[str, float] | None:
-    """What has been kept; None, with a note, if that cannot be used."""
-    try:
-        kept = json.loads(path.read_text())
-        rmse = {unit: float(kept[unit]) for unit in units}
-        if not all(0 < value < math.inf for value in rmse.values()):
-            raise ValueError("no RMSE")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        print(f"{os.path.relpath(path)} cannot be used ({type(error).__name__}); it is computed anew")
-        return None
-    return rmse
-
-
-def keep(path: Path, rmse: dict[str, float]) -> None:
-    """Write the file whole or not at all: under another name, then renamed. A note if it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        begun = path.with_suffix(f".{os.getpid()}.begun")  # its own, where two runs compute it at once
-        begun.write_text(json.dumps(rmse))
-        begun.replace(path)
-        print(f"kept in {os.path.relpath(path)}, where later runs read it")
-    except OSError as error:
-        print(f"{os.path.relpath(path)} cannot be written ({error.strerror}); the next run computes it again")

@@ -44,16 +44,18 @@ def hybrid_covariance(anomalies, zonal, seen, local_share: float = LOCAL_SHARE):
 
     A sample of a hundred times gives distant cells a covariance by chance, so the sample
     is tapered. Where that leaves little, the zonal covariance stands in. Both are of one
-    variable: `anomalies` are the patch's at the training times, (times, H, W), and `zonal`
-    is the table of zonal_covariance for its rows, (H, H, 2 * W - 1).
+    variable: `anomalies` are the patch's at the training times, (times, H, W), NaN where
+    absent, and `zonal` is the table of zonal_covariance for its rows, (H, H, 2 * W - 1).
     """
-    times = len(anomalies)
-    cells = anomalies.reshape(times, -1)
-    seen_cells = cells[:, seen.ravel()]
-    local = seen_cells.T @ cells / times
-    near = local_share * taper(seen) * local
-    far = (1 - local_share) * spread_zonal(zonal, seen)
-    return near + far
+    cells = anomalies.reshape(len(anomalies), -1)
+    present = np.isfinite(cells)
+    counts = present.sum(axis=0, dtype=cells.dtype).clip(1)
+    cells = np.where(present, cells, 0) / np.sqrt(counts)  # products add up to a mean
+    covariance = cells[:, seen.ravel()].T @ cells
+    covariance *= taper(seen)
+    covariance *= local_share
+    covariance += spread_zonal((1 - local_share) * zonal, seen)
+    return covariance
 
 
 def taper(seen: np.ndarray) -> np.ndarray:

@@ -11,24 +11,28 @@ from scipy.spatial import QhullError
 from torch import nn
 
 from climatology import describe_shares
-from data import PatchDataset
+from data import Data, PatchDataset
 from errors import DataError
 from fields import day_of
+from oi_baseline import OI, oi_baseline
 
 NETWORK = "U-Net"
 NOTHING_TO_JUDGE = "--test-times: no value is present in any patch; give others"
 
 
 def baselines(
-    dataset: PatchDataset, units: dict[str, list[int]]
+    data: Data, patches: PatchDataset, folder: Path
 ) -> dict[str, dict[str, float]]:
-    """The RMSE of each fill without a network, in each unit."""
+    """The RMSE of each fill without a network, in each unit.
+
+    That of optimal interpolation is kept in the folder, where a later run finds it.
+    """
     squares: dict[str, np.ndarray] = {}
     weights = 0.0
-    maker = dataset.maker
-    samples = dataset.__getitems__([(0, k) for k in range(dataset.batch_size)])
+    maker = patches.maker
+    samples = patches.__getitems__([(0, k) for k in range(patches.batch_size)])
     for k, sample in enumerate(samples):
-        mean = maker.monthly_mean(dataset.patch(0, k))
+        mean = maker.monthly_mean(patches.patch(0, k))
         anomaly = maker.std * sample["target"]
         seen = sample["input"][-1] > 0
         unseen = sample["unseen"][0] > 0
@@ -44,9 +48,9 @@ def baselines(
     rmse: dict[str, dict[str, float]] = {}
     for name, square in squares.items():
         rmse[name] = {}
-        for unit, numbers in units.items():
+        for unit, numbers in data.units.items():
             rmse[name][unit] = float(np.sqrt(square[numbers].mean() / weights))
-    return rmse
+    return rmse | oi_baseline(data, patches, samples, folder)
 
 
 def fills(
@@ -73,8 +77,8 @@ def fills(
 
 
 def best_baselines(rmse: dict[str, dict[str, float]]) -> dict[str, str]:
-    """The fill without a network to beat in each unit: that of the lowest RMSE."""
-    fills = [name for name in rmse if name != NETWORK]
+    """The simple fill to beat in each unit: that of the lowest RMSE."""
+    fills = [name for name in rmse if name not in (OI, NETWORK)]
     best = {}
     for unit in rmse[NETWORK]:
         best[unit] = min(fills, key=lambda name: rmse[name][unit])
@@ -199,6 +203,16 @@ def format_longitude(degrees: float, position: int | None = None) -> str:
     return f"{abs(degrees):g} °{hemisphere}"
 
 
+def print_gains(rmse: dict[str, dict[str, float]]) -> None:
+    """How far the network's RMSE is from that of its rivals: a line for each, and unit."""
+    for unit, network in rmse[NETWORK].items():
+        of_unit = f"  {unit}" if len(rmse[NETWORK]) > 1 else ""
+        for name in (best_baselines(rmse)[unit], OI):
+            if name in rmse:
+                gain = network / rmse[name][unit] - 1
+                print(f"  {f'against {name}':30} {gain:+8.1%}{of_unit}")
+
+
 def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:
     """Print what a reader wants to know of a run, in one block."""
     rmse = metrics["rmse"][NETWORK]
@@ -206,10 +220,7 @@ def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:
     print(f"\nRMSE over the unseen cells of {span}, {', '.join(rmse)}")
     for name, row in metrics["rmse"].items():
         print(f"  {name:30}", *(f"{value:8.3f}" for value in row.values()))
-    for unit, name in best_baselines(metrics["rmse"]).items():
-        gain = rmse[unit] / metrics["rmse"][name][unit] - 1
-        of_unit = f"  {unit}" if len(rmse) > 1 else ""
-        print(f"  {f'against {name}':30} {gain:+8.1%}{of_unit}")
+    print_gains(metrics["rmse"])
     if "samples_per_second" in metrics:
         rate = f"{metrics['samples_per_second']:.1f} samples/s"
         print(f"{rate}, {metrics['data_wait_share']:.1%} of the time waiting for data")

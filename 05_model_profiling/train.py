@@ -103,15 +103,15 @@ def train(options: Options, location: Location) -> dict:
     metrics["peak_memory_gb"] = peak_memory_gb()
     if options.count_requests:
         metrics |= counter.per_sample()
+    metrics["seconds"] = perf_counter() - began
     patches = datamodule.test
-    rmse = evaluation.baselines(patches, data.units)
+    rmse = evaluation.baselines(data, patches, Path(options.climatology_dir))
     rmse[evaluation.NETWORK] = {
         unit: tested[f"test rmse ({unit})"] for unit in data.units
     }
     metrics["rmse"] = rmse
     picture = folder / "fill.png"
     evaluation.plot_example(patches, data.units, model.model).savefig(picture)
-    metrics["seconds"] = perf_counter() - began
     (folder / "summary.json").write_text(json.dumps(metrics, indent=2))
     evaluation.print_summary(metrics, options.test_times, picture)
     return metrics

@@ -195,14 +195,16 @@ def make_callbacks() -> list[Callback]:
 def report(metrics: dict, options: Options, trainer: Trainer) -> None:
     """Add the task's metrics, draw an example, and print the summary; on rank 0."""
     module = trainer.lightning_module
+    data = trainer.datamodule.data
     patches = trainer.datamodule.test
     units = module.hparams.units
     [counter] = (one for one in trainer.callbacks if isinstance(one, RequestCounter))
     metrics["missing_chunks"] = counter.missing_chunks
-    metrics["climatology_shares"] = trainer.datamodule.data.climatology_shares()
+    metrics["climatology_shares"] = data.climatology_shares()
     if options.count_requests:
         metrics |= counter.per_sample()
-    metrics["rmse"] = evaluation.baselines(patches, units)
+    folder = Path(options.climatology_dir)
+    metrics["rmse"] = evaluation.baselines(data, patches, folder)
     tested = metrics["tested"]
     metrics["rmse"][evaluation.NETWORK] = {
         unit: tested[f"test rmse ({unit})"] for unit in units

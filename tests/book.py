@@ -24,7 +24,6 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote
@@ -46,8 +45,10 @@ CHAPTERS = [
     "05_model_profiling",
     "06_whats_next",
 ]
-# The files of a chapter whose bytes are the previous chapter's. Edit the first of them, and `carry` copies it on.
+# The files of a chapter whose bytes are those of the last chapter before it that has them. Edit the first of
+# them, and `carry` copies it on.
 CARRIED = {
+    "05_model_profiling": ["kept_rmse.py", "optimal_interpolation.py"],
     "06_whats_next": [
         "arguments.py",
         "block_loader.py",
@@ -65,9 +66,12 @@ CARRIED = {
         "errors.py",
         "evaluation.py",
         "fields.py",
+        "kept_rmse.py",
         "levels.py",
         "location.py",
         "model.py",
+        "oi_baseline.py",
+        "optimal_interpolation.py",
         "remedies.py",
         "results.py",
         "sampling.py",
@@ -75,10 +79,11 @@ CARRIED = {
         "store.py",
         "store_climatology.py",
         "store_defaults.py",
+        "store_interpolation.py",
         "wind_blocks.py",
         "workers.py",
         "ruff.toml",
-    ]
+    ],
 }
 KERNELSPEC = {
     "display_name": "Training at Larger Scale",
@@ -128,15 +133,18 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 
 def carried() -> list[tuple[Path, Path]]:
-    """Each file that CARRIED declares: the previous chapter's, then its copy, in the order of the chapters."""
+    """Each file that CARRIED declares: an earlier chapter's, then its copy, in the order of the chapters."""
     pairs = []
-    for before, chapter in pairwise(CHAPTERS):
-        pairs += [(ROOT / before / name, ROOT / chapter / name) for name in CARRIED.get(chapter, [])]
+    for number, chapter in enumerate(CHAPTERS):
+        for name in CARRIED.get(chapter, []):
+            before = [ROOT / earlier / name for earlier in CHAPTERS[:number]]
+            source = next(path for path in reversed(before) if path.exists())
+            pairs.append((source, ROOT / chapter / name))
     return pairs
 
 
 def outdated_copies() -> list[Path]:
-    """The declared copies that are not equal to the previous chapter's file."""
+    """The declared copies that are not equal to the earlier chapter's file."""
     return [copied for source, copied in carried() if not _same_bytes(source, copied)]
 
 

@@ -2,7 +2,7 @@
 
     uv run python -m studies.skill results/final.ckpt --store STORE   # or a checkpoint of your own
 
-You should see its RMSE beside those of four fills without a network.
+You should see its RMSE beside those of five fills without a network.
 """
 
 import argparse
@@ -23,7 +23,9 @@ from checks import check_secrets, check_server, check_store
 from command_line import call_at, make_location, run
 from errors import CheckpointError, refuse
 from evaluation import NETWORK, fills
+from fields import split_times
 from location import Location
+from oi_baseline import OI
 from options import StoreOptions
 from predict.maps import (
     OVERLAP,
@@ -35,6 +37,7 @@ from predict.maps import (
 )
 from results import RESULTS, save_rows
 from store import FieldReader
+from store_interpolation import Interpolator, make_interpolator
 
 # Boxes: south, north, west, east. The land in them counts, too.
 BASINS = {
@@ -52,6 +55,7 @@ BASELINES = (
     "nearest neighbour",
     "linear interpolation",
     "interpolated anomalies",
+    OI,
 )
 FILLS = (*BASELINES, NETWORK)
 # The colours that the book has for these fills, and a shape for each.
@@ -59,6 +63,7 @@ STYLES = {
     "climatology": {"color": "0.6", "marker": "s", "linestyle": ""},
     "linear interpolation": {"color": "#E69F00", "marker": "^", "linestyle": ""},
     "interpolated anomalies": {"color": "#0072B2", "marker": "D", "linestyle": ""},
+    OI: {"color": "#009E73", "marker": "v", "linestyle": ""},
     NETWORK: {"color": "#D55E00", "marker": "o", "linestyle": ""},
 }
 SEASON_COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7")
@@ -94,6 +99,17 @@ def predict_map(model: MapFiller, known: dict[str, Any]) -> np.ndarray:
         return model.predict_step(batch, 0).numpy()
 
 
+def interpolate_patches(
+    interpolator: Interpolator, maps: MapDataset, known: dict[str, Any]
+) -> np.ndarray:
+    """Optimal interpolation of the patches that the network sees: as it answers."""
+    answers = []
+    for corner, patch in zip(maps.tiling.corners, known["patches"]):
+        seen = patch[-1] > 0
+        answers.append(interpolator.fill(*corner, seen, patch[:-1]))
+    return np.stack(answers)
+
+
 def interpolate_map(
     known: dict[str, Any], unseen: np.ndarray, wraps: bool
 ) -> dict[str, np.ndarray]:
@@ -111,7 +127,12 @@ def interpolate_map(
     return maps
 
 
-def measure(model: MapFiller, draws: list[MapDataset], latitude: np.ndarray) -> Errors:
+def measure(
+    model: MapFiller,
+    interpolator: Interpolator,
+    draws: list[MapDataset],
+    latitude: np.ndarray,
+) -> Errors:
     """The errors on all maps, each with the swaths of every draw."""
     errors = Errors(draws[0].tiling.shape)
     cosine = np.cos(np.deg2rad(latitude)).clip(0)[:, None]
@@ -122,7 +143,12 @@ def measure(model: MapFiller, draws: list[MapDataset], latitude: np.ndarray) -> 
             present = ~np.isnan(known["values"] + known["mean"]).any(axis=0)
             unseen = present & ~known["seen"]
             guesses = interpolate_map(known, unseen, maps.tiling.wraps)
-            guesses[NETWORK] = maps.fill(known, predict_map(model, known))
+            by_patches = {
+                OI: interpolate_patches(interpolator, maps, known),
+                NETWORK: predict_map(model, known),
+            }
+            for name, patches in by_patches.items():
+                guesses[name] = maps.fill(known, patches)
             error = {name: guesses[name] - known["values"] for name in FILLS}
             error = {name: np.where(unseen, each, 0) for name, each in error.items()}
             errors.add(maps.period.months[number], unseen * cosine, error)
@@ -173,14 +199,14 @@ def plot_skill(rows: list[dict]) -> Figure:
     against = " or ".join(sorted({best_baseline(row) for row in rows}))
     right.set_xlabel(f"RMSE of the {NETWORK} against {against}, %")
     right.axvline(0, color="0.5", linewidth=1)
-    for axes in (left, right):
+    for axes, ncols in ((left, 3), (right, 4)):
         axes.grid(axis="x", color="0.9")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.13), ncols=4)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=ncols)
     return figure
 
 
 def gain_of(row: dict) -> float:
-    """The network's RMSE over that of the best of the four other fills, less 1."""
+    """The network's RMSE over that of the best of the other fills, less 1."""
     return row["rmse"][NETWORK] / row["rmse"][best_baseline(row)] - 1
 
 
@@ -247,6 +273,14 @@ def make_draws(
     return model, draws
 
 
+def train_interpolator(maps: MapDataset, checkpoint: Path) -> Interpolator:
+    """Optimal interpolation by the times that the network was trained on."""
+    _, record = load_model(checkpoint)
+    span = {"--train-times": record["options"]["train_times"]}
+    (training,) = split_times(maps.reader.open().time, span)
+    return make_interpolator(maps.reader, training, maps.climatology, maps.tiling.size)
+
+
 def study(args: argparse.Namespace, location: Location) -> list[dict]:
     """A row for each basin and season."""
     model, draws = make_draws(args, location, args.overlap)
@@ -255,7 +289,8 @@ def study(args: argparse.Namespace, location: Location) -> list[dict]:
         raise CheckpointError(f"{reason}; give one of variables in one unit")
     fields = draws[0].reader.open()
     latitude = fields.latitude.values
-    errors = measure(model, draws, latitude)
+    interpolator = train_interpolator(draws[0], args.checkpoint)
+    errors = measure(model, interpolator, draws, latitude)
     rows = list(tabulate(errors, latitude, fields.longitude.values))
     print_skill(rows)
     if args.save_results:

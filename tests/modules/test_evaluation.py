@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from made_up_winds import flags_for, make_datamodule, make_winds, with_land, write
+from made_up_winds import SIZE, flags_for, make_datamodule, make_winds, with_land, write
 from options import Options
+from store_interpolation import make_interpolator
+
+from oi_baseline import OI
 
 ANOMALIES = "interpolated anomalies"
 pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
@@ -46,23 +49,29 @@ def test_every_run_is_judged_on_the_same_patches(store: Path) -> None:
             np.testing.assert_array_equal(one[name], other[name])
 
 
-def test_baselines_are_those_of_a_plain_sum(store: Path) -> None:
+def test_baselines_are_those_of_a_plain_sum(store: Path, tmp_path: Path) -> None:
     """In the unit of two of three variables, and by the weights of cells."""
     names = ("temperature", "v", "u")
-    dataset = make_datamodule(flags_for(store, "--eval-samples", 12, variables=names)).test
-    squares = dict.fromkeys(("climatology", "nearest neighbour", "linear interpolation", ANOMALIES), 0)
+    made = make_datamodule(flags_for(store, "--eval-samples", 12, variables=names))
+    dataset, fills = made.test, {}
     weights = 0
+    interpolator = make_interpolator(made.data.reader, made.data.training, made.data.climatology, SIZE)
     for k in range(12):
-        sample, mean = dataset[0, k], dataset.maker.monthly_mean(dataset.patch(0, k))
-        anomaly, unseen = dataset.maker.std * sample["target"], sample["unseen"][0] > 0
+        sample, patch = dataset[0, k], dataset.patch(0, k)
+        mean, anomaly = dataset.maker.monthly_mean(patch), dataset.maker.std * sample["target"]
+        seen, unseen = sample["input"][-1] > 0, sample["unseen"][0] > 0
         weight = sample["weight"][0][unseen]
         weights += weight.sum()
-        for name, fill in evaluation.fills(mean, anomaly, sample["input"][-1] > 0, unseen).items():
+        by_oi = dataset.maker.std * interpolator.fill(patch.row, patch.column, seen, sample["target"])
+        filled = evaluation.fills(mean, anomaly, seen, unseen) | {OI: (mean + by_oi)[:, unseen]}
+        for name, fill in filled.items():
             error = fill - (mean + anomaly)[:, unseen].astype("float64")
-            squares[name] += (weight * error[1:] ** 2).sum()
-    found = evaluation.baselines(dataset, {"K": [0], "m/s": [1, 2]})
-    expected = {name: np.sqrt(square / 2 / weights) for name, square in squares.items()}
+            fills[name] = fills.get(name, 0) + (weight * error[1:] ** 2).sum()
+    found = evaluation.baselines(made.data, dataset, tmp_path)
+    expected = {name: np.sqrt(square / 2 / weights) for name, square in fills.items()}
+    assert list(found) == ["climatology", "nearest neighbour", "linear interpolation", ANOMALIES, OI]
     assert {name: rmse["m/s"] for name, rmse in found.items()} == pytest.approx(expected, rel=1e-5)
+    assert all(list(rmse) == ["K", "m/s"] for rmse in found.values())
 
 
 @pytest.mark.parametrize("cells", [[], [(2, 3)], [(2, 3), (6, 5)], [(1, 1), (3, 3), (5, 5)]])
@@ -146,19 +155,25 @@ def test_the_example_shows_truth_swaths_fill_and_error(names: tuple, unit: str, 
 
 
 @pytest.mark.parametrize("units", [("m/s",), ("m/s", "K")])
-def test_the_network_is_compared_with_the_best_baseline_of_each_unit(units: tuple[str, ...], capsys) -> None:
-    """By name, also where that is the climatology."""
+def test_the_network_is_compared_with_the_best_simple_fill_and_oi(units: tuple[str, ...], capsys) -> None:
+    """By name, in each unit."""
     rows = {
         "climatology": (2.0, 0.8),
         "linear interpolation": (1.9, 0.5),
         ANOMALIES: (1.6, 1.0),
+        OI: (1.0, 0.4),
         "U-Net": (1.2, 0.75),
     }
     rmse = {name: dict(zip(units, row)) for name, row in rows.items()}
     metrics = {"rmse": rmse, "steps": 4, "seconds": 1, "peak_memory_gb": 1}
     evaluation.print_summary(metrics, ["1991", "1992"], Path("fill.png"))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "against" in line]
-    expected = ["against interpolated anomalies -25.0% m/s", "against linear interpolation +50.0% K"]
+    expected = [
+        "against interpolated anomalies -25.0% m/s",
+        "against optimal interpolation +20.0% m/s",
+        "against linear interpolation +50.0% K",
+        "against optimal interpolation +87.5% K",
+    ]
     if len(units) == 1:
-        expected = ["against interpolated anomalies -25.0%"]
+        expected = ["against interpolated anomalies -25.0%", "against optimal interpolation +20.0%"]
     assert [" ".join(line) for line in lines] == expected

@@ -1,0 +1,221 @@
+"""Optimal interpolation of a store: by the covariance of its training times, once, and without stopping a run."""
+
+from pathlib import Path
+
+import evaluation
+import numpy as np
+import pytest
+import store_interpolation
+import xarray as xr
+from errors import DataError
+from made_up_winds import (
+    COLUMNS,
+    ROWS,
+    SIZE,
+    flags_for,
+    make_datamodule,
+    make_winds,
+    with_land,
+    with_moving_gaps,
+    write,
+)
+
+import oi_baseline
+import optimal_interpolation
+from oi_baseline import OI
+
+pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
+TRAINED = 73  # times of the first two years
+
+
+def smooth_winds() -> xr.Dataset:
+    """Neighbours vary together, over some 3 rows and 5 columns, also across the seam."""
+    winds = make_winds()
+    waves = np.hypot(np.fft.fftfreq(ROWS)[:, None] * 3, np.fft.fftfreq(COLUMNS) * 5)
+    for name, values in winds.data_vars.items():
+        smoothed = np.fft.ifft2(np.fft.fft2(values) * np.exp(-((4 * waves) ** 2))).real
+        winds[name] = values.dims, (10 * smoothed).astype("float32"), values.attrs
+    return winds
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("stores") / "winds", smooth_winds())
+
+
+def made(store: Path, *flags: object, **how):
+    """The datamodule of a run on the store that is judged by few patches."""
+    return make_datamodule(flags_for(store, "--eval-samples", 8, *flags, **how))
+
+
+def baselines(module, folder: Path) -> dict:
+    return evaluation.baselines(module.data, module.test, folder)
+
+
+def interpolator_of(module) -> store_interpolation.Interpolator:
+    data = module.data
+    return store_interpolation.make_interpolator(data.reader, data.training, data.climatology, SIZE)
+
+
+# ---------------------------------------------------------------------------------- the covariance
+
+
+def test_it_has_the_anomalies_of_the_training_times(store: Path) -> None:
+    module = made(store)
+    interpolator = interpolator_of(module)
+    winds = xr.open_zarr(store)[["u", "v"]].isel(time=slice(TRAINED)).load().to_dataarray()
+    mean = module.data.climatology.mean[winds.time.dt.month.values - 1]
+    expected = (winds.values.swapaxes(0, 1) - mean) / module.data.climatology.std[:, None, None]
+    np.testing.assert_allclose(interpolator.anomalies, expected, atol=1e-6)
+    assert interpolator.anomalies.dtype == "float32"
+    assert interpolator.wraps
+
+
+@pytest.mark.parametrize(
+    ("chunk", "maps", "expected"), [(1, 24, 24), (8, 24, 24), (8, 20, 20), (8, 999, TRAINED)]
+)
+def test_what_it_reads_is_bounded_and_whole_chunks(
+    chunk: int, maps: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that neither memory nor a store of long chunks ends a run; the same in every run."""
+    module = made(write(tmp_path / "winds", make_winds(), (chunk, ROWS, COLUMNS)))
+    data = module.data
+    monkeypatch.setattr(store_interpolation, "MOST_BYTES", maps * data.climatology.mean[0].nbytes)
+    times = [store_interpolation.sample_times(data.reader, data.training, data.climatology.mean[0].nbytes)]
+    times += [store_interpolation.sample_times(data.reader, data.training, data.climatology.mean[0].nbytes)]
+    np.testing.assert_array_equal(*times)
+    assert len(set(times[0].tolist())) == expected
+    assert (np.diff(times[0]) > 0).all()
+    assert len(np.unique(times[0] // chunk)) <= -(-expected // chunk) + 1
+    if chunk == 1 and expected < TRAINED:
+        assert times[0][-1] - times[0][0] > 2 * expected  # and not the first ones
+
+
+def test_a_patch_is_filled_by_the_covariance_of_its_own_rows(store: Path) -> None:
+    """Wherever it begins, also across the seam: bands of rows are those of a table of all rows."""
+    interpolator = interpolator_of(made(store))
+    table = optimal_interpolation.zonal_covariance(interpolator.anomalies, True, SIZE)
+    seen = np.random.default_rng(0).random((SIZE, SIZE)) < 0.4
+    for row, column in ((0, 0), (3, COLUMNS - 5), (ROWS - SIZE, 12)):
+        columns = np.arange(column, column + SIZE) % COLUMNS
+        patch = interpolator.anomalies[:, :, row : row + SIZE][..., columns]
+        found = interpolator.fill(row, column, seen, patch[7])
+        for number, values in enumerate(patch[7]):
+            rows = slice(row, row + SIZE)
+            zonal = table[number, rows, rows]
+            covariance = optimal_interpolation.hybrid_covariance(patch[:, number], zonal, seen)
+            expected = optimal_interpolation.interpolate(covariance, seen, values[seen])
+            np.testing.assert_allclose(found[number, ~seen], expected, atol=1e-4)
+        assert not found[:, seen].any()
+
+
+def test_a_band_holds_the_rows_of_every_patch_that_begins_in_it() -> None:
+    """On a map that is much higher than a patch: the table of all rows, cut."""
+    anomalies = np.random.default_rng(0).normal(size=(6, 1, 30, 12)).astype("float32")
+    interpolator = store_interpolation.Interpolator(anomalies, True, 4)
+    table = optimal_interpolation.zonal_covariance(anomalies, True, 4)
+    for row in range(27):
+        rows = slice(row, row + 4)
+        np.testing.assert_allclose(interpolator.zonal(row), table[:, rows, rows], atol=1e-6)
+
+
+def test_a_region_does_not_wrap(tmp_path: Path) -> None:
+    region = smooth_winds().isel(longitude=slice(30))
+    assert not interpolator_of(made(write(tmp_path / "winds", region))).wraps
+
+
+# ------------------------------------------------------------------------------------------ the row
+
+
+def test_where_neighbours_vary_together_it_is_ahead_of_every_simple_fill(store: Path, tmp_path: Path) -> None:
+    rmse = baselines(made(store), tmp_path)
+    best = min(row["m/s"] for name, row in rmse.items() if name != OI)
+    assert rmse[OI]["m/s"] < 0.8 * best
+
+
+def test_the_second_run_reads_what_the_first_has_kept(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    first = baselines(made(store), tmp_path)
+    printed = capsys.readouterr().out
+    assert "s for 8 patches, this once" in printed and "kept in " in printed
+    monkeypatch.setattr(oi_baseline, "make_interpolator", None)  # which it would call
+    assert baselines(made(store, "--seed", 5, "--max-steps", 7), tmp_path) == first
+    assert capsys.readouterr().out == ""
+
+
+OTHERS = {
+    "another split": ["--train-times", "1982", "1982"],
+    "other test times": ["--test-times", "1985-07", "1985"],
+    "fewer patches": ["--eval-samples", 7],
+    "another patch size": ["--patch-size", 20],
+}
+
+
+@pytest.mark.parametrize("change", [*OTHERS, "other variables", "another method", "other values"])
+def test_what_it_depends_on_is_in_the_name_of_its_file(
+    change: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        oi_baseline, "fill", lambda data, size, samples, corners: (0 * s["target"] for s in samples)
+    )
+    kept = tmp_path / "rows"
+    baselines(made(store), kept)
+    baselines(made(store), kept)
+    assert len(list(kept.iterdir())) == 1
+    variables = ("v", "u") if change == "other variables" else ("u", "v")
+    if change == "another method":
+        other = tmp_path / "optimal_interpolation.py"
+        other.write_text(Path(optimal_interpolation.__file__).read_text() + "\n")
+        monkeypatch.setattr(optimal_interpolation, "__file__", str(other))
+    if change == "other values":
+        winds = smooth_winds()
+        winds.u[-36:] += 1e-3  # the test year's
+        store = write(tmp_path / "winds", winds)
+    flags = OTHERS.get(change, [])
+    if change == "another split":
+        flags = [*flags, "--validation-times", "1983", "1983"]
+    baselines(made(store, *flags, variables=variables), kept)
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_land_and_clouds_are_in_no_covariance(tmp_path: Path) -> None:
+    """What is absent is neither seen nor filled, and changes nothing elsewhere."""
+    winds = with_moving_gaps(smooth_winds())
+    module = made(write(tmp_path / "winds", winds), "--missing", "mask")
+    interpolator = interpolator_of(module)
+    absent = np.isnan(interpolator.anomalies)
+    assert 0.05 < absent.mean() < 0.3
+    rmse = baselines(module, tmp_path)
+    best = min(row["m/s"] for name, row in rmse.items() if name != OI)
+    assert rmse[OI]["m/s"] < 0.9 * best
+
+
+def test_land_has_the_row_that_the_sea_alone_has(tmp_path: Path) -> None:
+    """Under --missing refuse, too."""
+    module = made(write(tmp_path / "winds", with_land(smooth_winds())))
+    rmse = baselines(module, tmp_path)
+    assert 0 < rmse[OI]["m/s"] < rmse["interpolated anomalies"]["m/s"]
+
+
+def test_large_patches_have_none(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(oi_baseline, "MOST_CELLS", 15 * 15)
+    assert OI not in baselines(made(store), tmp_path)
+    assert "note: optimal interpolation is left out: it takes too long" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chunk_that_only_it_would_read_does_not_end_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Training may not have met it; what was trained is judged by the other rows."""
+    path = write(tmp_path / "winds", smooth_winds(), fill_value=0.0)
+    module = made(path)
+    (path / "u/c/20/0/0").unlink()
+    rmse = baselines(module, tmp_path / "rows")
+    assert OI not in rmse and len(rmse) == 4
+    assert "note: optimal interpolation is left out: u of " in capsys.readouterr().out
+    with pytest.raises(DataError):
+        interpolator_of(module)
