@@ -28,19 +28,25 @@ class Interpolator:
     def fill(
         self, row: int, column: int, seen: np.ndarray, values: np.ndarray
     ) -> np.ndarray:
-        """The anomalies of the patch that begins there, (variables, H, W); 0 where seen.
+        """The unseen anomalies of the patch that begins there, elsewhere 0.
 
-        `values` are its anomalies, of which those `seen` count, (H, W).
+        `values` are its anomalies, (variables, H, W), and `seen` is (H, W).
         """
-        columns = np.arange(column, column + self.size)
-        rows = self.anomalies[:, :, row : row + self.size]
-        sample = rows.take(columns, axis=-1, mode="wrap")
+        sample = self.cut(row, column)
+        zonal = self.zonal(row)
         filled = np.zeros_like(values)
-        for number, zonal in enumerate(self.zonal(row)):
-            covariance = hybrid_covariance(sample[:, number], zonal, seen)
+        for number in range(len(values)):
+            covariance = hybrid_covariance(sample[:, number], zonal[number], seen)
             known = values[number, seen]
             filled[number, ~seen] = interpolate(covariance, seen, known)
         return filled
+
+    def cut(self, row: int, column: int) -> np.ndarray:
+        """The patch at all times, across the map's seam if need be."""
+        bottom = row + self.size
+        columns = np.arange(column, column + self.size)
+        rows = self.anomalies[:, :, row:bottom]
+        return rows.take(columns, axis=-1, mode="wrap")
 
     def zonal(self, row: int) -> np.ndarray:
         """The zonal covariance of a patch's rows, (variables, H, H, 2 * W - 1).
@@ -48,11 +54,13 @@ class Interpolator:
         It is made for a band of rows, in which other patches lie, too: that of all rows of
         a fine grid would not fit in memory.
         """
-        first = row // self.size * self.size
+        offset = row % self.size
+        first = row - offset
         if first not in self.bands:
-            band = self.anomalies[:, :, first : first + 2 * self.size]
+            beyond = first + 2 * self.size
+            band = self.anomalies[:, :, first:beyond]
             self.bands[first] = zonal_covariance(band, self.wraps, self.size)
-        rows = slice(row - first, row - first + self.size)
+        rows = slice(offset, offset + self.size)
         return self.bands[first][:, rows, rows]
 
 
@@ -93,6 +101,7 @@ def sample_times(
     """
     most = min(12 * TIMES_A_MONTH, int(MOST_BYTES / bytes_a_time) or 1)
     chunks = reader.split_by_chunk(training.positions)
-    order = np.random.default_rng(SAMPLE_STREAM).permutation(len(chunks))
+    rng = np.random.default_rng(SAMPLE_STREAM)
+    order = rng.permutation(len(chunks))
     chosen = np.concatenate([chunks[number] for number in order])
     return np.sort(chosen[:most])
