@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 # What reading a file may raise that is damaged, or another's.
-BROKEN = (OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
+BROKEN = (OSError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
 
 def read(path: Path, units: list[str]) -> dict[str, float] | None:

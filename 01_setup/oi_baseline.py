@@ -10,10 +10,10 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from kept_rmse import keep, read
 from tqdm import tqdm
 
 import optimal_interpolation
+from kept_rmse import keep, read
 from optimal_interpolation import hybrid_covariance, interpolate, zonal_covariance
 
 OI = "optimal interpolation"

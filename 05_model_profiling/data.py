@@ -33,6 +33,12 @@ class Grid:
         """Degrees of longitude between two columns."""
         return self.longitude[1] - self.longitude[0]
 
+    @property
+    def wraps(self) -> bool:
+        """Whether the grid is global: its last column meets the first."""
+        gap = self.longitude[0] + 360 - self.longitude[-1]
+        return bool(abs(gap - self.spacing) < self.spacing / 2)
+
     def patch_space(self, size: int) -> PatchSpace:
         """Where patches may begin; on a global grid they may cross the map's seam.
 
@@ -48,10 +54,7 @@ class Grid:
             grid = f"the grid is {height} x {width}"
             raise DataError(f"--patch-size {size}: {grid}; {remedy}")
         rows = height - size + 1
-        columns = width - size + 1
-        gap = self.longitude[0] + 360 - self.longitude[-1]
-        if abs(gap - self.spacing) < self.spacing / 2:  # the grid is global
-            columns = width
+        columns = width if self.wraps else width - size + 1
         return PatchSpace(rows, columns, size)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from scipy.linalg import cho_factor, cho_solve
 
-# Chosen on a validation year of monthly winds at 2.5 degrees.
+# Chosen on a validation year of monthly winds at 2.5 degrees; other data may ask for others.
 LOCAL_SHARE = 0.6  # of the covariance sampled in the patch; the rest is the zonal one
 TAPER_ROWS, TAPER_COLUMNS = 8, 16  # cells over which trust in that sample falls
 NOISE = 0.002  # of the observations, as a share of the variance
@@ -24,7 +24,8 @@ NOISE = 0.002  # of the observations, as a share of the variance
 def interpolate(covariance, seen, values, noise: float = NOISE) -> np.ndarray:
     """The expected values of the unseen cells, from the `values` of the seen ones.
 
-    `covariance` is that of each seen cell with every cell, (seen cells, cells).
+    `covariance` is that of each seen cell with every cell, (seen cells, cells). `noise` is
+    a share of the seen cells' mean variance. LinAlgError if it is no covariance.
     """
     if not seen.any():
         return np.zeros(seen.size, covariance.dtype)
@@ -34,8 +35,8 @@ def interpolate(covariance, seen, values, noise: float = NOISE) -> np.ndarray:
     scale = variance.mean() or 1  # 0 if nothing ever changes here
     np.fill_diagonal(among_seen, variance + noise * scale)
     factor = cho_factor(among_seen, overwrite_a=True)
-    weights = cho_solve(factor, values)
-    expected = weights @ covariance
+    coefficients = cho_solve(factor, values)
+    expected = coefficients @ covariance
     return expected[~cells]
 
 
@@ -43,9 +44,14 @@ def hybrid_covariance(anomalies, zonal, seen, local_share: float = LOCAL_SHARE):
     """The covariance of each seen cell with every cell of a patch, (seen cells, cells).
 
     A sample of a hundred times gives distant cells a covariance by chance, so the sample
-    is tapered. Where that leaves little, the zonal covariance stands in. Both are of one
-    variable: `anomalies` are the patch's at the training times, (times, H, W), NaN where
-    absent, and `zonal` is the table of zonal_covariance for its rows, (H, H, 2 * W - 1).
+    is tapered (Houtekamer and Mitchell, Monthly Weather Review 129, 2001). Where that
+    leaves little, the zonal covariance stands in (a hybrid: Hamill and Snyder, Monthly
+    Weather Review 128, 2000). Products and weighted sums of covariances are covariances.
+
+    Of one variable: `anomalies` are the patch's at the training times, (times, H, W), NaN
+    where absent, and `zonal` is the table of zonal_covariance for its rows,
+    (H, H, 2 * W - 1). Sums are over the geometric mean of both cells' counts, as in
+    divide_sums: where gaps do not coincide, the covariance is too small.
     """
     cells = anomalies.reshape(len(anomalies), -1)
     present = np.isfinite(cells)
@@ -59,7 +65,10 @@ def hybrid_covariance(anomalies, zonal, seen, local_share: float = LOCAL_SHARE):
 
 
 def taper(seen: np.ndarray) -> np.ndarray:
-    """A factor that falls from 1 as two cells lie further apart, (seen cells, cells)."""
+    """A factor that falls from 1 as two cells lie further apart, (seen cells, cells).
+
+    It is the Matérn covariance of smoothness 3/2, with distances in cells.
+    """
     height, width = seen.shape
     rows = np.arange(1 - height, height, dtype="float32")
     columns = np.arange(1 - width, width, dtype="float32")

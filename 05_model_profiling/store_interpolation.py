@@ -1,15 +1,23 @@
 """Optimal interpolation of a store's patches, with a covariance from its training times."""
 
+import math
+
 import numpy as np
 
 from climatology import Climatology
 from data import Grid
+from errors import DataError
 from fields import Period
 from optimal_interpolation import hybrid_covariance, interpolate, zonal_covariance
 from store import FieldReader
-from store_climatology import SAMPLE_STREAM, TIMES_A_MONTH, check_finite
+from store_climatology import check_finite
 
-MOST_BYTES = 1e9  # of the sample, all of which is in memory
+MOST_CELLS = 100 * 100  # of a patch: twice as many take six times as long
+MOST_TIMES = 240  # from which the covariance is taken
+LEAST_TIMES = 60  # unless the training has fewer
+MOST_BYTES = 2e9  # of these times, which are in memory
+MOST_READ = 10e9  # bytes of the chunks in which they are
+TIMES_STREAM = 7  # of random numbers
 
 
 class Interpolator:
@@ -67,41 +75,57 @@ class Interpolator:
 def make_interpolator(
     reader: FieldReader, training: Period, climatology: Climatology, size: int
 ) -> Interpolator:
-    """With the covariance of a sample of the training times: the same in every run."""
+    """With the covariance of a sample of the training times: the same in every run.
+
+    DataError for large patches, and if the sample cannot be read or would be too small.
+    """
+    if size**2 > MOST_CELLS:
+        raise DataError(f"it takes too long for patches of {size} x {size}")
     reader = reader.counted_apart()
     fields = reader.open()
     grid = Grid(fields.latitude.values, fields.longitude.values)
-    wraps = grid.patch_space(size).columns == len(grid.longitude)
-    anomalies = read_anomalies(reader, training, climatology)
-    return Interpolator(anomalies, wraps, size)
+    sample = sample_times(reader, training, climatology.mean[0].nbytes)
+    anomalies = read_anomalies(reader, training, sample, climatology)
+    return Interpolator(anomalies, grid.wraps, size)
+
+
+def sample_times(
+    reader: FieldReader, training: Period, bytes_a_time: int
+) -> np.ndarray:
+    """Numbers of training times, equally many in each of as many chunks as may be read.
+
+    Neighbouring times are alike, and tell less of a covariance than distant ones.
+    DataError if too few fit in memory.
+    """
+    chunks = reader.split_by_chunk(training.positions)
+    most = min(MOST_TIMES, int(MOST_BYTES / bytes_a_time))
+    if most < min(LEAST_TIMES, len(training.positions)):
+        reason = f"only {most} times fit in {MOST_BYTES / 1e9:g} GB of memory"
+        raise DataError(f"{reason}, and a covariance needs {LEAST_TIMES}")
+    bytes_a_chunk = reader.times_per_chunk * bytes_a_time
+    readable = int(MOST_READ / bytes_a_chunk) or 1
+    number = min(len(chunks), readable, most)
+    rng = np.random.default_rng(TIMES_STREAM)
+    times = []
+    for chosen in rng.permutation(len(chunks))[:number]:
+        chunk = chunks[chosen]
+        stride = math.ceil(len(chunk) * number / most)
+        times.append(chunk[::stride])
+    return np.sort(np.concatenate(times))
 
 
 def read_anomalies(
-    reader: FieldReader, training: Period, climatology: Climatology
+    reader: FieldReader, training: Period, sample: np.ndarray, climatology: Climatology
 ) -> np.ndarray:
-    """Of a sample of times, over their spread, (times, variables, latitude, longitude)."""
-    sample = sample_times(reader, training, climatology.mean[0].nbytes)
+    """Of some training times, over their spread, (times, variables, latitude, longitude)."""
     positions = training.positions[sample]
-    maps = [reader.read(name, {"time": positions}) for name in reader.variables]
-    anomalies = np.stack(maps, axis=1).astype("float32", copy=False)
+    shape = (len(sample), *climatology.mean[0].shape)
+    anomalies = np.empty(shape, "float32")
+    for number, name in enumerate(reader.variables):
+        anomalies[:, number] = reader.read(name, {"time": positions})
     months = training.months[sample]
     for anomaly, month, position in zip(anomalies, months, positions):
         check_finite(anomaly[:, None], [position], reader)
         anomaly -= climatology.mean[month]
         anomaly /= climatology.std[:, None, None]
     return anomalies
-
-
-def sample_times(
-    reader: FieldReader, training: Period, bytes_a_time: int
-) -> np.ndarray:
-    """Numbers of training times: as many as a climatology is made of, chunk by chunk.
-
-    A chunk that is read for one of its times is read for all.
-    """
-    most = min(12 * TIMES_A_MONTH, int(MOST_BYTES / bytes_a_time) or 1)
-    chunks = reader.split_by_chunk(training.positions)
-    rng = np.random.default_rng(SAMPLE_STREAM)
-    order = rng.permutation(len(chunks))
-    chosen = np.concatenate([chunks[number] for number in order])
-    return np.sort(chosen[:most])

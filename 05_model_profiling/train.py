@@ -3,9 +3,9 @@
     uv run python train.py                # a small store, made and served on this machine
     uv run python train.py --store s3://bucket/winds.zarr --num-workers 1   # beside a GPU
 
-You should see the RMSE of the network between optimal interpolation's and those of four
-simple fills, and a picture. The files beside this one have one subject each. Read
-this one first, from top to bottom.
+You should see the RMSE of the network below those of four simple fills, then that of optimal
+interpolation, and a picture. The files beside this one have one subject each. Read this one
+first, from top to bottom.
 """
 
 import gc

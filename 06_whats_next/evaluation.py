@@ -76,7 +76,7 @@ def fills(
     }
 
 
-def best_baselines(rmse: dict[str, dict[str, float]]) -> dict[str, str]:
+def best_simple_fills(rmse: dict[str, dict[str, float]]) -> dict[str, str]:
     """The simple fill to beat in each unit: that of the lowest RMSE."""
     fills = [name for name in rmse if name not in (OI, NETWORK)]
     best = {}
@@ -207,7 +207,7 @@ def print_gains(rmse: dict[str, dict[str, float]]) -> None:
     """How far the network's RMSE is from that of its rivals: a line for each, and unit."""
     for unit, network in rmse[NETWORK].items():
         of_unit = f"  {unit}" if len(rmse[NETWORK]) > 1 else ""
-        for name in (best_baselines(rmse)[unit], OI):
+        for name in (best_simple_fills(rmse)[unit], OI):
             if name in rmse:
                 gain = network / rmse[name][unit] - 1
                 print(f"  {f'against {name}':30} {gain:+8.1%}{of_unit}")

@@ -11,17 +11,17 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+from numpy.linalg import LinAlgError
 from tqdm import tqdm
 
 import optimal_interpolation
 import store_interpolation
 from data import Data, PatchDataset
-from errors import DataError, print_note
+from errors import DataError, first_line, print_note
 from kept_rmse import keep, read
 from store_interpolation import make_interpolator
 
 OI = "optimal interpolation"
-MOST_CELLS = 100 * 100  # of a patch: twice as many take six times as long
 
 
 def oi_baseline(
@@ -29,25 +29,19 @@ def oi_baseline(
 ) -> dict[str, dict[str, float]]:
     """The row, with the RMSE in each unit, from a file in the folder if there is one.
 
-    `samples` are those of step 0. {}, with a note, for large patches, or if the training
-    times cannot be read: the run has been trained, and ends well.
+    `samples` are those of step 0. {}, with a note, if it cannot be made: the network has
+    been trained, and its own RMSE is what the run was for.
     """
-    size = patches.maker.space.size
-    if size**2 > MOST_CELLS:
-        print_note(
-            f"{OI} is left out: it takes too long for patches of {size} x {size}"
-        )
-        return {}
     corners = [patches.patch(0, k)[1:3] for k in range(len(samples))]
     path = folder / f"oi_{checksum(data, samples, corners)}.json"
     rmse = read(path, list(data.units))
     if rmse is None:
         began = perf_counter()
         try:
-            fills = fill(data, size, samples, corners)
+            fills = fill(data, patches.maker.space.size, samples, corners)
             rmse = rmse_of(fills, samples, data)
-        except DataError as error:
-            print_note(f"{OI} is left out: {error}")
+        except (DataError, LinAlgError, MemoryError) as error:
+            print_note(f"{OI} is left out: {first_line(error)}")
             return {}
         seconds = perf_counter() - began
         print(f"{OI}: {seconds:.0f} s for {len(samples)} patches, this once")
@@ -59,14 +53,13 @@ def fill(
     data: Data, size: int, samples: list[dict], corners: list[tuple[int, int]]
 ) -> Iterator[np.ndarray]:
     """The anomalies of each sample as OI fills them, over their spread."""
-    bar = tqdm(total=len(samples), desc=OI, unit="patch")
-    parts = (data.reader, data.training, data.climatology)
-    interpolator = make_interpolator(*parts, size)
-    for sample, corner in zip(samples, corners):
-        seen = sample["input"][-1] > 0
-        yield interpolator.fill(*corner, seen, sample["target"])
-        bar.update()
-    bar.close()
+    with tqdm(total=len(samples), desc=OI, unit="patch", disable=None) as bar:
+        parts = (data.reader, data.training, data.climatology)
+        interpolator = make_interpolator(*parts, size)
+        for sample, corner in zip(samples, corners):
+            seen = sample["input"][-1] > 0
+            yield interpolator.fill(*corner, seen, sample["target"])
+            bar.update()
 
 
 def rmse_of(
@@ -86,12 +79,15 @@ def rmse_of(
 
 
 def checksum(data: Data, samples: list[dict], corners: list[tuple[int, int]]) -> str:
-    """Of all that the RMSE depends on: the method, the training times and every sample."""
+    """Of all that the RMSE depends on: the method, the training times and every sample.
+
+    The values at the training times count by their climatology.
+    """
     digest = sha256()
     for module in (optimal_interpolation, store_interpolation):
         digest.update(Path(module.__file__).read_bytes())
     climatology = data.climatology
-    named = (data.units, corners, data.reader.times_per_chunk)
+    named = (data.units, corners, data.grid.wraps, data.reader.times_per_chunk)
     digest.update(repr(named).encode())
     parts = [data.training.positions, climatology.mean, climatology.std]
     for sample in samples:

@@ -3,8 +3,8 @@
     uv run python train.py --resume auto   # start, or go on from the newest checkpoint
     uv run python train.py --store s3://bucket/winds.zarr --checkpoint-dir s3://bucket/run
 
-You should see the RMSE of the network between optimal interpolation's and those of four
-simple fills, and a picture. Kill it whenever you like and give the same command again: it
+You should see the RMSE of the network below those of four simple fills, then that of optimal
+interpolation, and a picture. Kill it whenever you like and give the same command again: it
 ends at the same weights, to the bit.
 The files beside this one have one subject each. Read this one first, from top to bottom.
 

@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 # From one chapter's train.py to the next. Chapter 3 takes all of the data out of memory, which is a third of the
-# script; chapter 4 adds a loader. Chapter 1 alone has optimal interpolation so far.
+# script; chapter 4 adds a loader. Of the single files only chapter 1's has optimal interpolation.
 MAX_CHANGED_LINES = {"02_multi_gpu": 165, "03_cloud_data": 430, "04_data_pipeline": 280}
 MAX_CHANGED_LINES_ELSEWHERE = 150
 

@@ -225,9 +225,9 @@ def make_maps(
         flag = f"--training-store {training.location.url}"
         raise DataError(f"{flag}: {error}") from error
     grid = Grid(fields.latitude.values, fields.longitude.values)
-    width = len(grid.longitude)
-    wraps = grid.patch_space(size).columns == width
-    tiling = Tiling((len(grid.latitude), width), size, overlap, wraps)
+    grid.patch_space(size)  # DataError if no patch fits
+    shape = (len(grid.latitude), len(grid.longitude))
+    tiling = Tiling(shape, size, overlap, grid.wraps)
     missing = "mask" if seed is None else options["missing"]
     std = model.std.numpy().copy()
     return MapDataset(

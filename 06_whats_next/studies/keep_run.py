@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from errors import CheckpointError, first_line, refuse
-from evaluation import NETWORK, best_baselines
+from evaluation import NETWORK, best_simple_fills
 from predict.maps import load_model
 from results import RESULTS, save_rows
 from survival.checkpoints import step_name
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> dict:
     save_rows("final", command, [row])
     keep_weights(checkpoint, RESULTS / "final.ckpt")
     print(command)
-    for unit, name in best_baselines(summary["rmse"]).items():
+    for unit, name in best_simple_fills(summary["rmse"]).items():
         rmse = summary["rmse"][NETWORK][unit]
         gain = rmse / summary["rmse"][name][unit] - 1
         print(f"RMSE {rmse:.3f} {unit}, {gain:+.1%} against {name}")

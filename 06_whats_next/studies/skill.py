@@ -2,7 +2,7 @@
 
     uv run python -m studies.skill results/final.ckpt --store STORE   # or a checkpoint of your own
 
-You should see its RMSE beside those of five fills without a network.
+You should see its RMSE beside those of five fills without a network, after three minutes.
 """
 
 import argparse
@@ -47,7 +47,6 @@ BASINS = {
     "tropical Atlantic": (-20, 20, 310, 370),
     "tropical Indian Ocean": (-20, 20, 45, 100),
     "Southern Ocean": (-60, -40, 0, 360),
-    "everywhere": (-90, 90, 0, 360),
 }
 SEASONS = {"DJF": (11, 0, 1), "MAM": (2, 3, 4), "JJA": (5, 6, 7), "SON": (8, 9, 10)}
 BASELINES = (
@@ -58,15 +57,15 @@ BASELINES = (
     OI,
 )
 FILLS = (*BASELINES, NETWORK)
-# The colours that the book has for these fills, and a shape for each.
+# Nearest neighbours are not drawn.
 STYLES = {
     "climatology": {"color": "0.6", "marker": "s", "linestyle": ""},
     "linear interpolation": {"color": "#E69F00", "marker": "^", "linestyle": ""},
     "interpolated anomalies": {"color": "#0072B2", "marker": "D", "linestyle": ""},
-    OI: {"color": "#009E73", "marker": "v", "linestyle": ""},
+    OI: {"color": "black", "marker": "v", "linestyle": ""},
     NETWORK: {"color": "#D55E00", "marker": "o", "linestyle": ""},
 }
-SEASON_COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7")
+SEASON_COLOURS = ("#56B4E9", "#009E73", "#CC79A7", "#882255")
 CROSSING = 16  # columns added on both sides, so that interpolation crosses the seam
 
 
@@ -163,13 +162,19 @@ def box(bounds: tuple, latitude: np.ndarray, longitude: np.ndarray) -> np.ndarra
     return rows[:, None] & columns
 
 
+def find_basins(latitude: np.ndarray, longitude: np.ndarray) -> dict[str, np.ndarray]:
+    """The cells of each basin, (H, W), then those of none, then all."""
+    basins = {name: box(bounds, latitude, longitude) for name, bounds in BASINS.items()}
+    inside = np.any(list(basins.values()), axis=0)
+    return basins | {"elsewhere": ~inside, "everywhere": np.ones_like(inside)}
+
+
 def tabulate(
     errors: Errors, latitude: np.ndarray, longitude: np.ndarray
 ) -> Iterator[dict]:
     """A row for each basin and season, and for each basin over the year."""
     seasons = {"year": slice(None)} | {name: n for n, name in enumerate(SEASONS)}
-    for basin, bounds in BASINS.items():
-        cells = box(bounds, latitude, longitude)
+    for basin, cells in find_basins(latitude, longitude).items():
         if not errors.weight[:, cells].any():
             continue  # the store is of another region
         for season, number in seasons.items():
@@ -179,7 +184,7 @@ def tabulate(
 
 
 def plot_skill(rows: list[dict]) -> Figure:
-    """RMSE by basin, and by how much the network is below the best other fill in each season."""
+    """RMSE by basin, and how far the network is from the best other fill in each season."""
     basins = list(dict.fromkeys(row["basin"] for row in rows))
     figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -197,7 +202,7 @@ def plot_skill(rows: list[dict]) -> Figure:
     left.invert_yaxis()
     left.set_xlim(left=0)
     against = " or ".join(sorted({best_baseline(row) for row in rows}))
-    right.set_xlabel(f"RMSE of the {NETWORK} against {against}, %")
+    right.set_xlabel(f"RMSE of the {NETWORK} against {against}, % (below 0: better)")
     right.axvline(0, color="0.5", linewidth=1)
     for axes, ncols in ((left, 3), (right, 4)):
         axes.grid(axis="x", color="0.9")
@@ -273,8 +278,8 @@ def make_draws(
     return model, draws
 
 
-def train_interpolator(maps: MapDataset, checkpoint: Path) -> Interpolator:
-    """Optimal interpolation by the times that the network was trained on."""
+def interpolator_of(maps: MapDataset, checkpoint: Path) -> Interpolator:
+    """Optimal interpolation, by the times that the network was trained on."""
     _, record = load_model(checkpoint)
     span = {"--train-times": record["options"]["train_times"]}
     (training,) = split_times(maps.reader.open().time, span)
@@ -289,7 +294,7 @@ def study(args: argparse.Namespace, location: Location) -> list[dict]:
         raise CheckpointError(f"{reason}; give one of variables in one unit")
     fields = draws[0].reader.open()
     latitude = fields.latitude.values
-    interpolator = train_interpolator(draws[0], args.checkpoint)
+    interpolator = interpolator_of(draws[0], args.checkpoint)
     errors = measure(model, interpolator, draws, latitude)
     rows = list(tabulate(errors, latitude, fields.longitude.values))
     print_skill(rows)

@@ -71,24 +71,49 @@ def test_it_has_the_anomalies_of_the_training_times(store: Path) -> None:
     assert interpolator.wraps
 
 
-@pytest.mark.parametrize(
-    ("chunk", "maps", "expected"), [(1, 24, 24), (8, 24, 24), (8, 20, 20), (8, 999, TRAINED)]
-)
-def test_what_it_reads_is_bounded_and_whole_chunks(
-    chunk: int, maps: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+MAP_BYTES = 2 * ROWS * COLUMNS * 4
+LIMITS = [
+    (1, {}, TRAINED, TRAINED),
+    (1, {"MOST_TIMES": 30}, 30, 30),
+    (8, {"MOST_TIMES": 30}, 30, 10),
+    (40, {"MOST_TIMES": 20}, 20, 2),
+    (8, {"MOST_READ": 3 * 8 * MAP_BYTES}, 24, 3),
+    (8, {"MOST_READ": 1}, 8, 1),
+    (8, {"MOST_BYTES": 60 * MAP_BYTES}, 60, 10),
+]
+
+
+@pytest.mark.parametrize(("chunk", "limits", "most", "chunks"), LIMITS)
+def test_its_sample_is_spread_over_as_many_chunks_as_may_be_read(
+    chunk: int, limits: dict, most: int, chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that neither memory nor a store of long chunks ends a run; the same in every run."""
-    module = made(write(tmp_path / "winds", make_winds(), (chunk, ROWS, COLUMNS)))
-    data = module.data
-    monkeypatch.setattr(store_interpolation, "MOST_BYTES", maps * data.climatology.mean[0].nbytes)
-    times = [store_interpolation.sample_times(data.reader, data.training, data.climatology.mean[0].nbytes)]
-    times += [store_interpolation.sample_times(data.reader, data.training, data.climatology.mean[0].nbytes)]
-    np.testing.assert_array_equal(*times)
-    assert len(set(times[0].tolist())) == expected
-    assert (np.diff(times[0]) > 0).all()
-    assert len(np.unique(times[0] // chunk)) <= -(-expected // chunk) + 1
-    if chunk == 1 and expected < TRAINED:
-        assert times[0][-1] - times[0][0] > 2 * expected  # and not the first ones
+    """And not the first times, which are of one season; the same in every run."""
+    for name, value in ({"LEAST_TIMES": 0} | limits).items():
+        monkeypatch.setattr(store_interpolation, name, value)
+    data = made(write(tmp_path / "winds", make_winds(), (chunk, ROWS, COLUMNS))).data
+    times, again = (store_interpolation.sample_times(data.reader, data.training, MAP_BYTES) for _ in range(2))
+    np.testing.assert_array_equal(times, again)
+    assert (np.diff(times) > 0).all()
+    assert 0.6 * most <= len(times) <= most
+    assert len(np.unique(times // chunk)) == chunks
+    if chunks > 3:
+        assert times[-1] - times[0] > 0.8 * TRAINED
+
+
+def test_a_sample_that_memory_makes_too_small_is_refused(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not one of all training times, however few."""
+    data = made(store).data
+    monkeypatch.setattr(store_interpolation, "MOST_BYTES", 20 * MAP_BYTES)
+    with pytest.raises(DataError, match=r"only 20 times fit in .* of memory, and a covariance needs 60"):
+        store_interpolation.sample_times(data.reader, data.training, MAP_BYTES)
+    months = ["--train-times", "1982-01", "1982-06", "--validation-times", "1983-01", "1983-06"]
+    few = made(store, *months, "--test-times", "1984-01", "1984-06").data
+    assert len(few.training.dates) < 20
+    assert len(store_interpolation.sample_times(few.reader, few.training, MAP_BYTES)) == len(
+        few.training.dates
+    )
 
 
 def test_a_patch_is_filled_by_the_covariance_of_its_own_rows(store: Path) -> None:
@@ -201,7 +226,7 @@ def test_land_has_the_row_that_the_sea_alone_has(tmp_path: Path) -> None:
 def test_large_patches_have_none(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(oi_baseline, "MOST_CELLS", 15 * 15)
+    monkeypatch.setattr(store_interpolation, "MOST_CELLS", 15 * 15)
     assert OI not in baselines(made(store), tmp_path)
     assert "note: optimal interpolation is left out: it takes too long" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
@@ -219,3 +244,21 @@ def test_a_chunk_that_only_it_would_read_does_not_end_a_run(
     assert "note: optimal interpolation is left out: u of " in capsys.readouterr().out
     with pytest.raises(DataError):
         interpolator_of(module)
+
+
+@pytest.mark.parametrize("error", [np.linalg.LinAlgError("not positive definite"), MemoryError()])
+def test_what_fails_in_it_does_not_end_a_run(
+    error: Exception,
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(store_interpolation, "interpolate", fail)
+    assert OI not in baselines(made(store), tmp_path)
+    reason = str(error) or "MemoryError"
+    assert f"note: optimal interpolation is left out: {reason}" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
