@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 # What reading a file may raise that is damaged, or another's.
@@ -34,6 +35,8 @@ def keep(path: Path, rmse: dict[str, float]) -> None:
         begun.write_text(json.dumps(rmse))
         begun.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            begun.unlink()
         reason = f"cannot be written ({error.strerror})"
         print(f"{os.path.relpath(path)} {reason}; the next run computes it again")
         return

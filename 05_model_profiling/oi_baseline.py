@@ -11,7 +11,6 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from numpy.linalg import LinAlgError
 from tqdm import tqdm
 
 import optimal_interpolation
@@ -40,7 +39,8 @@ def oi_baseline(
         try:
             fills = fill(data, patches.maker.space.size, samples, corners)
             rmse = rmse_of(fills, samples, data)
-        except (DataError, LinAlgError, MemoryError) as error:
+        # ValueError, and so LinAlgError: of values that overflow in the products.
+        except (DataError, ValueError, MemoryError) as error:
             print_note(f"{OI} is left out: {first_line(error)}")
             return {}
         seconds = perf_counter() - began
@@ -65,13 +65,19 @@ def fill(
 def rmse_of(
     fills: Iterable[np.ndarray], samples: list[dict], data: Data
 ) -> dict[str, float]:
-    """The RMSE, in each unit, of a fill of each sample, (variables, H, W)."""
+    """The RMSE, in each unit, of a fill of each sample, (variables, H, W).
+
+    DataError if it is not finite.
+    """
     squares, weights = 0, 0
     for filled, sample in zip(fills, samples):
         error = (filled - sample["target"]).astype("float64")
         squares += (sample["weight"] * error**2).sum(axis=(1, 2))
         weights += sample["weight"].sum(dtype="float64")
-    mean_squares = data.climatology.std**2 * squares / weights
+    std = data.climatology.std.astype("float64")
+    mean_squares = std**2 * squares / weights
+    if not np.isfinite(mean_squares).all():
+        raise DataError("its errors are not finite")
     rmse = {}
     for unit, numbers in data.units.items():
         rmse[unit] = math.sqrt(mean_squares[numbers].mean())
@@ -87,7 +93,9 @@ def checksum(data: Data, samples: list[dict], corners: list[tuple[int, int]]) ->
     for module in (optimal_interpolation, store_interpolation):
         digest.update(Path(module.__file__).read_bytes())
     climatology = data.climatology
-    named = (data.units, corners, data.grid.wraps, data.reader.times_per_chunk)
+    reader = data.reader
+    named = (data.units, corners, data.grid.wraps)
+    named += (reader.times_per_chunk, reader.missing_chunks)
     digest.update(repr(named).encode())
     parts = [data.training.positions, climatology.mean, climatology.std]
     for sample in samples:

@@ -137,12 +137,15 @@ def test_the_hybrid_covariance_is_that_of_a_plain_sum() -> None:
     """For each pair of a seen cell and any cell: the tapered covariance of the sample, and the zonal one."""
     rng = np.random.default_rng(0)
     anomalies, zonal, seen = rng.normal(size=(6, 4, 5)), rng.normal(size=(4, 4, 9)), rng.random((4, 5)) < 0.5
+    anomalies[rng.random(anomalies.shape) < 0.2] = np.nan
+    counts, present = np.isfinite(anomalies).sum(axis=0), np.nan_to_num(anomalies)
     found = oi.hybrid_covariance(anomalies, zonal, seen, local_share=0.7)
     expected = np.empty_like(found)
     for number, (i, c) in enumerate(np.argwhere(seen)):
         for j, d in np.ndindex(4, 5):
             distance = 3**0.5 * np.hypot((i - j) / oi.TAPER_ROWS, (c - d) / oi.TAPER_COLUMNS)
-            sample = (1 + distance) * np.exp(-distance) * (anomalies[:, i, c] * anomalies[:, j, d]).mean()
+            sample = present[:, i, c] @ present[:, j, d] / np.sqrt(counts[i, c] * counts[j, d])
+            sample *= (1 + distance) * np.exp(-distance)
             expected[number, 5 * j + d] = 0.7 * sample + 0.3 * zonal[i, j, 4 + d - c]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 

@@ -67,6 +67,10 @@ def test_errors_by_basin_and_season_are_a_plain_sum() -> None:
         errors.add(month, weight, error)
         added.append((month, weight, error))
     rows = {(row["basin"], row["season"]): row["rmse"] for row in skill.tabulate(errors, latitude, longitude)}
+    basins = skill.find_basins(latitude, longitude)
+    everywhere, elsewhere = basins.pop("everywhere"), basins.pop("elsewhere")
+    assert everywhere.all() and elsewhere.any()
+    np.testing.assert_array_equal(elsewhere, sum(basins.values()) == 0)
     assert ("everywhere", "MAM") not in rows and ("everywhere", "JJA") in rows
     # The North Atlantic: 20 to 60 degrees north, 280 to 360 east.
     cells = np.ix_((latitude >= 20) & (latitude <= 60), (longitude >= 280) & (longitude <= 360))
@@ -83,12 +87,16 @@ def test_errors_by_basin_and_season_are_a_plain_sum() -> None:
 def test_the_study_judges_the_final_model_and_interpolation_crosses_the_seam(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crossings = []
+    crossings, trained = [], []
+    make = skill.make_interpolator
+    monkeypatch.setattr(skill, "make_interpolator", lambda *v: trained.append(v[1]) or make(*v))
     interpolate = skill.interpolate_map
     monkeypatch.setattr(skill, "interpolate_map", lambda *v: crossings.append(v[-1]) or interpolate(*v))
     flags = ["--store", str(store), "--climatology-dir", str(tmp_path)]
     rows = skill.main([str(FINAL), *flags, "--draws", "1", "--times", "1991-07", "1991-07"])
     assert crossings == [True]
+    (training,) = trained
+    assert {str(date)[:4] for date in training.dates} == {str(year) for year in range(1982, 1990)}
     everywhere = {row["season"]: row["rmse"] for row in rows if row["basin"] == "everywhere"}
     assert everywhere.keys() == {"year", "JJA"}
     rmse = everywhere["year"]
