@@ -2,7 +2,7 @@
 
     uv run python baselines.py                   # both studies
     uv run python baselines.py oi_choices        # by what the constants of optimal interpolation were chosen
-    uv run python baselines.py fills             # the table
+    uv run python baselines.py fills             # the table; with OMP_NUM_THREADS=1, its times are of one core
     uv run python baselines.py --save-results    # and write results/fills.json and results/oi_choices.json
 
 It first trains the networks that are not in outputs/baselines, five minutes on two cores; the rest takes ten.

@@ -153,13 +153,15 @@ def run_studies(studies: dict[str, Callable[[], list[dict]]], summary: str, argv
     if unknown := [name for name in args.studies if name not in studies]:
         parser.error(f"{unknown[0]}: no such study; choose from {', '.join(studies)}")
     script = Path(sys.argv[0]).name
+    threads = os.environ.get("OMP_NUM_THREADS")  # decides CPU times
+    how = f"OMP_NUM_THREADS={threads} " if threads else ""
     versions = {"python": platform.python_version()}
     versions |= {name: version(name).split("+")[0] for name in ("torch", "lightning", "scipy")}
     for name in args.studies or studies:
         rows = studies[name]()
         print(json.dumps(rows, indent=2))
         if args.save_results:
-            results = {"command": f"uv run python {script} {name}", "date": str(date.today())}
+            results = {"command": f"{how}uv run python {script} {name}", "date": str(date.today())}
             results |= {"machine": machine(), "versions": versions, "rows": rows}
             path = HERE / "results" / f"{name}.json"
             path.parent.mkdir(exist_ok=True)

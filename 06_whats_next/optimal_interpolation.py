@@ -50,8 +50,8 @@ def hybrid_covariance(anomalies, zonal, seen, local_share: float = LOCAL_SHARE):
 
     Of one variable: `anomalies` are the patch's at the training times, (times, H, W), NaN
     where absent, and `zonal` is the table of zonal_covariance for its rows,
-    (H, H, 2 * W - 1). Sums are over the geometric mean of both cells' counts, as in
-    divide_sums: where gaps do not coincide, the covariance is too small.
+    (H, H, 2 * W - 1). Sums are over the geometric mean of both cells' counts, as they are
+    there: where gaps do not coincide, the covariance is too small.
     """
     cells = anomalies.reshape(len(anomalies), -1)
     present = np.isfinite(cells)
@@ -95,12 +95,11 @@ def zonal_covariance(anomalies: np.ndarray, wraps: bool, size: int) -> np.ndarra
     `anomalies` are (times, variables, rows, columns), NaN where absent. Returns a table,
     (variables, rows, rows, 2 * size - 1): at [v, i, j, size - 1 + lag] is the covariance
     of row i with row j, `lag` columns further on.
+
+    It is a sum of products over the geometric mean of both rows' counts. Over the number
+    of pairs it would be unbiased, but no covariance: with a mask, or on a map that does
+    not wrap, no Cholesky factor of it exists.
     """
-    return divide_sums(*zonal_sums(anomalies, wraps, size))
-
-
-def zonal_sums(anomalies: np.ndarray, wraps: bool, size: int) -> tuple[np.ndarray, ...]:
-    """Sums of products and counts of values; those of blocks of times may be added up."""
     present = np.isfinite(anomalies)
     length = anomalies.shape[-1]
     if not wraps:
@@ -114,16 +113,7 @@ def zonal_sums(anomalies: np.ndarray, wraps: bool, size: int) -> tuple[np.ndarra
     by_lag = by_lag.take(lags, axis=1, mode="wrap")
     sums = by_lag.transpose(0, 2, 3, 1)
     counts = present.sum(axis=(0, 3))
-    return sums, counts
-
-
-def divide_sums(products: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The covariance, from such sums: over the geometric mean of both rows' counts.
-
-    Over the number of pairs it would be unbiased, but no covariance: with a mask, or on a
-    map that does not wrap, no Cholesky factor of it exists.
-    """
     root = np.sqrt(counts.clip(1))
-    mean = root[:, :, None] * root[:, None]
-    covariance = products / mean[..., None]
+    mean_count = root[:, :, None] * root[:, None]
+    covariance = sums / mean_count[..., None]
     return covariance.astype("float32")

@@ -80,7 +80,7 @@ def make_interpolator(
     DataError for large patches, and if the sample cannot be read or would be too small.
     """
     if size**2 > MOST_CELLS:
-        raise DataError(f"it takes too long for patches of {size} x {size}")
+        raise DataError(f"patches of {size} x {size} are too large for it")
     reader = reader.counted_apart()
     fields = reader.open()
     grid = Grid(fields.latitude.values, fields.longitude.values)

@@ -113,14 +113,6 @@ def test_the_zonal_covariance_is_that_of_a_plain_sum(wraps: bool) -> None:
         assert table[v, i, j, lag] == pytest.approx(total / counts**0.5, abs=1e-6)
 
 
-def test_sums_of_blocks_of_times_add_up() -> None:
-    anomalies = np.random.default_rng(0).normal(size=(9, 2, 3, 12))
-    anomalies[2, 1, 1, 3:7] = np.nan
-    first, second = oi.zonal_sums(anomalies[:4], True, 4), oi.zonal_sums(anomalies[4:], True, 4)
-    added = oi.divide_sums(*(one + other for one, other in zip(first, second)))
-    np.testing.assert_allclose(added, oi.zonal_covariance(anomalies, True, 4), atol=1e-6)
-
-
 @pytest.mark.parametrize("case", ["a region", "a mask"])
 def test_the_zonal_covariance_of_a_region_or_a_mask_is_a_covariance(case: str) -> None:
     """No eigenvalue is negative. Over the number of pairs, as is unbiased, the least of both is."""

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from arguments import add_options
 from checks import check_secrets, check_server, check_store
 from command_line import call_at, make_location, run
-from errors import CheckpointError, refuse
+from errors import CheckpointError, DataError, refuse
 from evaluation import NETWORK, fills
 from fields import split_times
 from location import Location
@@ -283,7 +283,11 @@ def interpolator_of(maps: MapDataset, checkpoint: Path) -> Interpolator:
     _, record = load_model(checkpoint)
     span = {"--train-times": record["options"]["train_times"]}
     (training,) = split_times(maps.reader.open().time, span)
-    return make_interpolator(maps.reader, training, maps.climatology, maps.tiling.size)
+    parts = (maps.reader, training, maps.climatology, maps.tiling.size)
+    try:
+        return make_interpolator(*parts)
+    except DataError as error:
+        raise DataError(f"{OI}: {error}") from error
 
 
 def study(args: argparse.Namespace, location: Location) -> list[dict]:

@@ -251,7 +251,10 @@ def test_large_patches_have_none(
 ) -> None:
     monkeypatch.setattr(store_interpolation, "MOST_CELLS", 15 * 15)
     assert OI not in baselines(made(store), tmp_path)
-    assert "note: optimal interpolation is left out: it takes too long" in capsys.readouterr().out
+    assert (
+        "note: optimal interpolation is left out: patches of 16 x 16 are too large for it"
+        in capsys.readouterr().out
+    )
     assert list(tmp_path.iterdir()) == []
 
 
