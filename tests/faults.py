@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 import types
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -278,14 +277,6 @@ FAULTS = {
 }
 
 
-def _take_few_times(number: int) -> None:
-    """Optimal interpolation by the covariance of so few training times, where a program has it."""
-    with suppress(ModuleNotFoundError):
-        import store_interpolation
-
-        store_interpolation.MOST_TIMES = store_interpolation.LEAST_TIMES = number
-
-
 # Programs of chapters 5 and 6 that take the options of train.py.
 TAKE_OPTIONS = "train.py profiler.py preflight/__main__.py tune.py studies/search_check.py studies/moving_average.py".split()
 
@@ -304,7 +295,6 @@ def run(script: str | Path, argv: list[str], **faults: float) -> None:
             source = source.replace("JUDGE_SEED = 96,", f"JUDGE_SEED = {number},")
         elif Path(script).relative_to(folder).as_posix() in TAKE_OPTIONS:
             argv = ["--eval-samples", str(number), *argv]
-            _take_few_times(number)
     sys.argv = [str(script), *argv]
     for name, value in faults.items():
         FAULTS[name](value)
