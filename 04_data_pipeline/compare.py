@@ -34,19 +34,20 @@ from time import perf_counter
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import benchmark
 import dask
 import google_crc32c
 import numpy as np
 import obstore
 import psutil
 import torch
-import train
 import xarray as xr
-from benchmark import STORE_FLAGS, Server, cpu_seconds, spread
 from numcodecs import Blosc
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm import tqdm
+
+import benchmark
+import train
+from benchmark import STORE_FLAGS, Server, cpu_seconds, spread
 
 LAYOUT, LATENCY_MS = "whole maps", max(benchmark.LATENCIES)
 COMMAND = "uv run --group peers python compare.py"
@@ -60,7 +61,10 @@ class XarrayStore(train.Store):
 
     def read(self, regions: list[dict]) -> np.ndarray:
         return np.stack(
-            [[self.fields[name].isel(at).values for name in self.args.variables] for at in regions]
+            [
+                [self.fields[name].isel(at).values for name in self.args.variables]
+                for at in regions
+            ]
         )
 
 
@@ -73,7 +77,10 @@ class DaskStore(train.Store):
         return train.sort_coordinates(train.rename_dimensions(dataset))
 
     def read(self, regions: list[dict]) -> np.ndarray:
-        parts = [[self.lazy[name].isel(at).data for name in self.args.variables] for at in regions]
+        parts = [
+            [self.lazy[name].isel(at).data for name in self.args.variables]
+            for at in regions
+        ]
         return np.stack(dask.compute(*parts))
 
 
@@ -87,10 +94,21 @@ class TensorStore(train.Store):
         url = urlsplit(self.args.store)
         place = {"driver": "s3", "bucket": url.netloc, "endpoint": self.args.endpoint}
         place |= {"aws_region": "us-east-1", "aws_credentials": {"type": "anonymous"}}
-        kept = {name: place | {"path": f"{url.path[1:]}/{name}/"} for name in self.args.variables}
-        context = tensorstore.Context({"s3_request_concurrency": {"limit": train.READS_AT_ONCE}})
-        specs = {name: {"driver": "zarr3", "kvstore": kvstore} for name, kvstore in kept.items()}
-        return {name: tensorstore.open(spec, context=context).result() for name, spec in specs.items()}
+        kept = {
+            name: place | {"path": f"{url.path[1:]}/{name}/"}
+            for name in self.args.variables
+        }
+        context = tensorstore.Context(
+            {"s3_request_concurrency": {"limit": train.READS_AT_ONCE}}
+        )
+        specs = {
+            name: {"driver": "zarr3", "kvstore": kvstore}
+            for name, kvstore in kept.items()
+        }
+        return {
+            name: tensorstore.open(spec, context=context).result()
+            for name, spec in specs.items()
+        }
 
     @cached_property
     def fields(self) -> xr.Dataset:
@@ -102,13 +120,19 @@ class TensorStore(train.Store):
         at = {"latitude": slice(None), "longitude": slice(None)} | region
         height = self.fields.sizes["latitude"]
         start, stop, _ = at["latitude"].indices(height)
-        return self.arrays[name].oindex[at["time"], height - stop : height - start, at["longitude"]].read()
+        return (
+            self.arrays[name]
+            .oindex[at["time"], height - stop : height - start, at["longitude"]]
+            .read()
+        )
 
     def load(self, job: tuple[str, xr.Variable, dict]) -> np.ndarray:
         return self.begin(job[0], job[2]).result()[..., ::-1, :]
 
     def read(self, regions: list[dict]) -> np.ndarray:
-        begun = [[self.begin(name, at) for name in self.args.variables] for at in regions]
+        begun = [
+            [self.begin(name, at) for name in self.args.variables] for at in regions
+        ]
         return np.stack([[part.result()[::-1] for part in parts] for parts in begun])
 
 
@@ -129,10 +153,19 @@ def workers(args: argparse.Namespace) -> dict[str, object]:
     return {"num_workers": args.num_workers} | more
 
 
-def read_samples(patches: train.Patches, args: argparse.Namespace, store: type, at_once=False) -> DataLoader:
+def read_samples(
+    patches: train.Patches, args: argparse.Namespace, store: type, at_once=False
+) -> DataLoader:
     """Chapter 3's samples in chapter 3's order, read one by one, or a batch's at once."""
-    patches.store, sampler = store(args), train.StepSampler(args, start=0, rank=0, world_size=1)
-    return DataLoader(patches if at_once else OneByOne(patches), batch_sampler=sampler, **workers(args))
+    patches.store, sampler = (
+        store(args),
+        train.StepSampler(args, start=0, rank=0, world_size=1),
+    )
+    return DataLoader(
+        patches if at_once else OneByOne(patches),
+        batch_sampler=sampler,
+        **workers(args),
+    )
 
 
 def read_dask_batches(patches: train.Patches, args: argparse.Namespace) -> DataLoader:
@@ -141,7 +174,9 @@ def read_dask_batches(patches: train.Patches, args: argparse.Namespace) -> DataL
     return read_samples(patches, args, DaskStore, True)
 
 
-def read_tensorstore_maps(patches: train.Patches, args: argparse.Namespace) -> DataLoader:
+def read_tensorstore_maps(
+    patches: train.Patches, args: argparse.Namespace
+) -> DataLoader:
     """This chapter's loader, whose threads read by tensorstore."""
     patches.store = TensorStore(args)
     return train.make_loader(patches, args)
@@ -153,52 +188,83 @@ class Xbatcher(Dataset):
     xbatcher's own MapDataset returns bare tensors, which say no more where they lie: no climatology, no masks.
     """
 
-    def __init__(self, patches: train.Patches, winds: xr.Dataset, per_map: int, **shape: int):
+    def __init__(
+        self, patches: train.Patches, winds: xr.Dataset, per_map: int, **shape: int
+    ):
         from xbatcher import BatchGenerator
 
-        self.patches, self.per_map, self.generator = patches, per_map, BatchGenerator(winds, shape)
+        self.patches, self.per_map, self.generator = (
+            patches,
+            per_map,
+            BatchGenerator(winds, shape),
+        )
 
     def __len__(self) -> int:
         return len(self.generator)
 
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
         """The samples of an item, (maps * per_map, ...). Of an item that is a patch there is only one to cut."""
-        patches, item = self.patches, self.generator[number]  # all of its chunks are read at once
+        patches, item = (
+            self.patches,
+            self.generator[number],
+        )  # all of its chunks are read at once
         rng = np.random.default_rng((train.PATCH_STREAM, patches.seed, number))
-        maps = np.stack([field.values for field in item.values()], axis=1)  # (maps, variables, H, W)
+        maps = np.stack(
+            [field.values for field in item.values()], axis=1
+        )  # (maps, variables, H, W)
         of = np.repeat(np.arange(len(maps)), self.per_map)
-        down, across = (rng.integers(n - patches.size + 1, size=len(of)) for n in maps.shape[2:])
-        fields = np.stack([patches.cut(maps[n], *corner) for n, *corner in zip(of, down, across)])
+        down, across = (
+            rng.integers(n - patches.size + 1, size=len(of)) for n in maps.shape[2:]
+        )
+        fields = np.stack(
+            [patches.cut(maps[n], *corner) for n, *corner in zip(of, down, across)]
+        )
         times = np.searchsorted(patches.times, item.time)[of]
         rows = np.searchsorted(patches.latitude, item.latitude[0]) + down
         columns = np.searchsorted(patches.longitude, item.longitude[0]) + across
-        return patches.make(fields, times, rows, columns, train.swath_masks(rng, len(of), patches.size))
+        return patches.make(
+            fields, times, rows, columns, train.swath_masks(rng, len(of), patches.size)
+        )
 
 
 def concatenate(items: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.concatenate([item[name] for item in items])) for name in items[0]}
+    return {
+        name: torch.from_numpy(np.concatenate([item[name] for item in items]))
+        for name in items[0]
+    }
 
 
 def epochs(items: Xbatcher, size: int) -> Iterator[dict[str, torch.Tensor]]:
     """A shuffled epoch after another; `size` items are joined to a batch."""
     while True:
-        yield from DataLoader(items, size, shuffle=True, drop_last=True, collate_fn=concatenate)
+        yield from DataLoader(
+            items, size, shuffle=True, drop_last=True, collate_fn=concatenate
+        )
 
 
-def read_xbatcher(patches: train.Patches, args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
+def read_xbatcher(
+    patches: train.Patches, args: argparse.Namespace
+) -> Iterator[dict[str, torch.Tensor]]:
     """As its documentation has it: an item is a patch, and a DataLoader shuffles items."""
     winds, size = DaskStore(args).lazy.sel(time=patches.times), patches.size
-    return epochs(Xbatcher(patches, winds, 1, time=1, latitude=size, longitude=size), args.batch_size)
+    return epochs(
+        Xbatcher(patches, winds, 1, time=1, latitude=size, longitude=size),
+        args.batch_size,
+    )
 
 
-def read_xbatcher_maps(patches: train.Patches, args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
+def read_xbatcher_maps(
+    patches: train.Patches, args: argparse.Namespace
+) -> Iterator[dict[str, torch.Tensor]]:
     """An item is as many whole maps as we read at once, of times in random order; its patches are mixed."""
     dask.config.set(scheduler="threads", num_workers=train.MAPS_AT_ONCE)
     rng = np.random.default_rng(patches.seed)
     winds = DaskStore(args).lazy.sel(time=rng.permutation(patches.times))
     shape = {**winds.sizes, "time": min(train.MAPS_AT_ONCE, len(patches.times))}
     for item in epochs(Xbatcher(patches, winds, args.patches_per_block, **shape), 1):
-        for batch in torch.from_numpy(rng.permutation(len(item["target"]))).split(args.batch_size):
+        for batch in torch.from_numpy(rng.permutation(len(item["target"]))).split(
+            args.batch_size
+        ):
             yield {name: values[batch] for name, values in item.items()}
 
 
@@ -225,13 +291,24 @@ class Objects(IterableDataset):
 
     def keys(self) -> Iterator[str]:
         for epoch in count():
-            for time in train.epoch_order(self.patches.seed, epoch, len(self.patches.times)):
-                yield from (f"{name}/c/{self.patches.places[time]}/0/0" for name in self.variables)
+            for time in train.epoch_order(
+                self.patches.seed, epoch, len(self.patches.times)
+            ):
+                yield from (
+                    f"{name}/c/{self.patches.places[time]}/0/0"
+                    for name in self.variables
+                )
 
     def __iter__(self) -> Iterator[int]:
-        client, mine, keys = self.patches.store.bucket._store.store, threading.local(), self.keys()
+        client, mine, keys = (
+            self.patches.store.bucket._store.store,
+            threading.local(),
+            self.keys(),
+        )
 
-        def make_room() -> None:  # once for each thread: new memory costs as much as decoding
+        def make_room() -> (
+            None
+        ):  # once for each thread: new memory costs as much as decoding
             mine.out = np.empty(self.patches.valid.shape, "float32")
 
         def read(key: str) -> int:
@@ -242,7 +319,10 @@ class Objects(IterableDataset):
 
         threads = ThreadPoolExecutor(train.MAPS_AT_ONCE, initializer=make_room)
         try:
-            begun = deque(threads.submit(read, key) for key in islice(keys, 2 * train.MAPS_AT_ONCE))
+            begun = deque(
+                threads.submit(read, key)
+                for key in islice(keys, 2 * train.MAPS_AT_ONCE)
+            )
             while True:
                 size = 0
                 for key in islice(keys, self.per_batch):
@@ -253,7 +333,9 @@ class Objects(IterableDataset):
             threads.shutdown(cancel_futures=True)
 
 
-def read_objects(patches: train.Patches, args: argparse.Namespace, decoded: bool) -> DataLoader:
+def read_objects(
+    patches: train.Patches, args: argparse.Namespace, decoded: bool
+) -> DataLoader:
     return DataLoader(Objects(patches, args, decoded), None, **workers(args))
 
 
@@ -272,27 +354,57 @@ class Reader(NamedTuple):
     what: str = "batches"
 
 
-USERS, BEST, ONE, BLOCKS = "as users call it", "at its best", [(1, 0)], [(8, 0), (32, 0)]
-SAMPLER = "by chapter 3's sampler, which asks for samples by number; no order of its own"
+USERS, BEST, ONE, BLOCKS = (
+    "as users call it",
+    "at its best",
+    [(1, 0)],
+    [(8, 0), (32, 0)],
+)
+SAMPLER = (
+    "by chapter 3's sampler, which asks for samples by number; no order of its own"
+)
 GRID = "DataLoader's shuffle is not seeded by step; it knows only the patches of a fixed grid"
 MAPS = "no seeded order and no place in it; the times that fill no item are left out"
 LENT = "by our loader, for which it reads the maps; no order of its own"
 READERS = {
-    "naive xarray": Reader(USERS, partial(read_samples, store=XarrayStore), ONE, True, SAMPLER),
-    "xarray, workers": Reader(BEST, partial(read_samples, store=XarrayStore), [(1, 4)], True, SAMPLER),
-    "Dask, a sample": Reader(USERS, partial(read_samples, store=DaskStore), ONE, True, SAMPLER),
+    "naive xarray": Reader(
+        USERS, partial(read_samples, store=XarrayStore), ONE, True, SAMPLER
+    ),
+    "xarray, workers": Reader(
+        BEST, partial(read_samples, store=XarrayStore), [(1, 4)], True, SAMPLER
+    ),
+    "Dask, a sample": Reader(
+        USERS, partial(read_samples, store=DaskStore), ONE, True, SAMPLER
+    ),
     "Dask, a batch": Reader(BEST, read_dask_batches, ONE, True, SAMPLER),
     "xbatcher, a sample": Reader(USERS, read_xbatcher, ONE, False, GRID, "xbatcher"),
-    "xbatcher, whole maps": Reader(BEST, read_xbatcher_maps, BLOCKS, False, MAPS, "xbatcher"),
+    "xbatcher, whole maps": Reader(
+        BEST, read_xbatcher_maps, BLOCKS, False, MAPS, "xbatcher"
+    ),
     "tensorstore, a sample": Reader(
-        USERS, partial(read_samples, store=TensorStore), ONE, True, SAMPLER, "tensorstore"
+        USERS,
+        partial(read_samples, store=TensorStore),
+        ONE,
+        True,
+        SAMPLER,
+        "tensorstore",
     ),
-    "tensorstore, whole maps": Reader(BEST, read_tensorstore_maps, BLOCKS, True, LENT, "tensorstore"),
+    "tensorstore, whole maps": Reader(
+        BEST, read_tensorstore_maps, BLOCKS, True, LENT, "tensorstore"
+    ),
     "ours": Reader(
-        "ours", train.make_loader, [*BLOCKS, (8, 1), (32, 1)], True, "order is a function of (seed, step)"
+        "ours",
+        train.make_loader,
+        [*BLOCKS, (8, 1), (32, 1)],
+        True,
+        "order is a function of (seed, step)",
     ),
-    "limit": Reader("limit", partial(read_objects, decoded=True), BLOCKS, what="bytes decoded"),
-    "bare GETs": Reader("server", partial(read_objects, decoded=False), [(8, 0), (8, 2)], what="bytes"),
+    "limit": Reader(
+        "limit", partial(read_objects, decoded=True), BLOCKS, what="bytes decoded"
+    ),
+    "bare GETs": Reader(
+        "server", partial(read_objects, decoded=False), [(8, 0), (8, 2)], what="bytes"
+    ),
 }
 
 
@@ -300,14 +412,24 @@ def peak_memory_mb() -> float:
     """Of this process, the peak; of its workers, what they hold, with what they share counted for each."""
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return (peak + sum(each.memory_info().rss for each in psutil.Process().children(recursive=True))) / 1e6
+    return (
+        peak
+        + sum(
+            each.memory_info().rss for each in psutil.Process().children(recursive=True)
+        )
+    ) / 1e6
 
 
-def measure(reader: Reader, server: Server, args: argparse.Namespace, seconds: float) -> dict[str, float]:
+def measure(
+    reader: Reader, server: Server, args: argparse.Namespace, seconds: float
+) -> dict[str, float]:
     """Take batches for some seconds, after the first group, in which a loader fills what it reads ahead."""
     patches = train.make_patches(args)[0]
     # After so many batches all begins anew: our lanes change maps, an item of whole maps is used up.
-    lanes, item = (maps * args.patches_per_block for maps in (args.shuffle_blocks, train.MAPS_AT_ONCE))
+    lanes, item = (
+        maps * args.patches_per_block
+        for maps in (args.shuffle_blocks, train.MAPS_AT_ONCE)
+    )
     group = math.lcm(lanes, item, args.batch_size) // args.batch_size
     imported, began = peak_memory_mb(), perf_counter()
     batches = iter(reader.read(patches, args))
@@ -315,16 +437,27 @@ def measure(reader: Reader, server: Server, args: argparse.Namespace, seconds: f
     found = {"first_batch_s": perf_counter() - began}
     for _ in range(group - 1):
         next(batches)
-    began, steps = perf_counter(), 0  # before the counts: while they are asked for, a loader reads ahead
+    began, steps = (
+        perf_counter(),
+        0,
+    )  # before the counts: while they are asked for, a loader reads ahead
     before = np.append(server.counts(), cpu_seconds())
     while not steps or steps % group or perf_counter() - began < seconds:
         next(batches)
         steps += 1
     samples, took = steps * args.batch_size, perf_counter() - began
-    requests, size, server_cpu, client_cpu = (np.append(server.counts(), cpu_seconds()) - before).tolist()
+    requests, size, server_cpu, client_cpu = (
+        np.append(server.counts(), cpu_seconds()) - before
+    ).tolist()
     found |= {"samples_per_second": samples / took, "mb_per_second": size / 1e6 / took}
-    found |= {"requests_per_sample": requests / samples, "bytes_per_sample": size / samples}
-    found |= {"client_cpu_ms": 1e3 * client_cpu / samples, "server_cpu_ms": 1e3 * server_cpu / samples}
+    found |= {
+        "requests_per_sample": requests / samples,
+        "bytes_per_sample": size / samples,
+    }
+    found |= {
+        "client_cpu_ms": 1e3 * client_cpu / samples,
+        "server_cpu_ms": 1e3 * server_cpu / samples,
+    }
     return found | {"peak_memory_mb": peak_memory_mb(), "memory_before_mb": imported}
 
 
@@ -332,8 +465,15 @@ def measure_apart(
     name: str, server: Server, per_block: int, workers: int, seconds: float
 ) -> dict[str, float]:
     """The same, by this script in a process of its own, which prints it; SystemExit if it fails."""
-    flags = STORE_FLAGS(LAYOUT, server, "--patches-per-block", per_block, "--num-workers", workers)
-    command = [sys.executable, __file__, "--measure", json.dumps([name, server, flags, seconds])]
+    flags = STORE_FLAGS(
+        LAYOUT, server, "--patches-per-block", per_block, "--num-workers", workers
+    )
+    command = [
+        sys.executable,
+        __file__,
+        "--measure",
+        json.dumps([name, server, flags, seconds]),
+    ]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if run.returncode:
         sys.exit(f"{name}: could not be measured; its error is above")
@@ -350,20 +490,36 @@ def compare(names: list[str], repeats: int, seconds: float) -> list[dict]:
     rows = []
     for (name, per_block, number), found in runs.items():
         reader, limit = READERS[name], runs.get(("limit", per_block, 0))
-        row = {"reader": name, "as": reader.role, "what": reader.what, "latency_ms": LATENCY_MS}
+        row = {
+            "reader": name,
+            "as": reader.role,
+            "what": reader.what,
+            "latency_ms": LATENCY_MS,
+        }
         row |= {"patches_per_block": per_block, "num_workers": number}
         row["samples_per_second"] = spread([run["samples_per_second"] for run in found])
         if limit:  # of the same round: the machine is not as fast in all of them
-            shares = [run["samples_per_second"] / of["samples_per_second"] for run, of in zip(found, limit)]
+            shares = [
+                run["samples_per_second"] / of["samples_per_second"]
+                for run, of in zip(found, limit)
+            ]
             row["share_of_limit"] = median(shares)
-        row |= {figure: median(run[figure] for run in found) for figure in found[0] if figure not in row}
+        row |= {
+            figure: median(run[figure] for run in found)
+            for figure in found[0]
+            if figure not in row
+        }
         row |= {"exact_resume": reader.exact_resume, "resume": reader.resume}
-        rows.append(row | ({"version": version(reader.package)} if reader.package else {}))
+        rows.append(
+            row | ({"version": version(reader.package)} if reader.package else {})
+        )
     return rows
 
 
 def show(rows: list[dict]) -> None:
-    print(f"{'':24} P workers  samples/s  of limit  first batch, s  requests       MB  CPU, ms  memory, MB")
+    print(
+        f"{'':24} P workers  samples/s  of limit  first batch, s  requests       MB  CPU, ms  memory, MB"
+    )
     for row in rows:
         share = f"{row['share_of_limit']:.2f}" if "share_of_limit" in row else ""
         print(
@@ -378,22 +534,48 @@ def main(argv: list[str] | None = None) -> list[dict]:
     """Compare the readers asked for, print their rows, and save them if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("readers", nargs="*", default=list(READERS), metavar="READER", help=f"of {', '.join(READERS)}")
-    add("--repeats", type=int, default=3, help="of each measurement, in turn with the others (default: 3)")
-    add("--seconds", type=float, default=5, help="that each goes on, at least (default: 5)")
-    add("--quick", action="store_true", help="a tiny store, once: that it works, not what it finds")
+    add(
+        "readers",
+        nargs="*",
+        default=list(READERS),
+        metavar="READER",
+        help=f"of {', '.join(READERS)}",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=3,
+        help="of each measurement, in turn with the others (default: 3)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=5,
+        help="that each goes on, at least (default: 5)",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="a tiny store, once: that it works, not what it finds",
+    )
     add("--save-results", action="store_true", help="write results/compare.json")
-    add("--measure", type=json.loads, help=argparse.SUPPRESS)  # one reader, in this process
+    add(
+        "--measure", type=json.loads, help=argparse.SUPPRESS
+    )  # one reader, in this process
     args = parser.parse_args(argv)
     if args.measure:
         name, server, flags, seconds = args.measure
-        found = measure(READERS[name], Server(*server), train.parse_arguments(flags), seconds)
+        found = measure(
+            READERS[name], Server(*server), train.parse_arguments(flags), seconds
+        )
         print(json.dumps(found))
         return []
     if args.repeats < 1:
         train.refuse(f"--repeats {args.repeats}: give at least 1")
     if args.quick and args.save_results:
-        train.refuse("--save-results: the figures of --quick say nothing; leave one of them out")
+        train.refuse(
+            "--save-results: the figures of --quick say nothing; leave one of them out"
+        )
     for name in args.readers:
         if name not in READERS:
             train.refuse(f"{name}: no such reader; choose from {', '.join(READERS)}")
@@ -406,11 +588,15 @@ def main(argv: list[str] | None = None) -> list[dict]:
     rows = compare(args.readers, args.repeats, args.seconds)
     show(rows)
     if args.save_results:
-        benchmark.save("compare", rows, [COMMAND, *(sys.argv[1:] if argv is None else argv)])
+        benchmark.save(
+            "compare", rows, [COMMAND, *(sys.argv[1:] if argv is None else argv)]
+        )
     return rows
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", module="zarr")
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores, which wait
+    warnings.filterwarnings(
+        "ignore", "This DataLoader will create"
+    )  # more workers than cores, which wait
     main()

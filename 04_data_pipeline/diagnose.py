@@ -53,7 +53,9 @@ class Diagnosis:
     verdict: str  # data-bound, compute-bound or start-up-bound
     shares: dict[str, float]  # of the planned run's time: waiting, computing, start-up
     speedup: float  # of the planned run, if data cost nothing
-    speedup_range: tuple[float, float]  # the lowest and the highest that parts of the runs give
+    speedup_range: tuple[
+        float, float
+    ]  # the lowest and the highest that parts of the runs give
     waiting: float  # for a batch, in the run of loader and step
     compute: float  # of a step in the run with the loader
     at_hand: float  # of the step with a cached batch
@@ -71,7 +73,9 @@ class Diagnosis:
         return self.compute - self.at_hand
 
 
-def take(batches: Iterator, steps: int, title: str, step: Callable | None = None) -> tuple[list, list, Any]:
+def take(
+    batches: Iterator, steps: int, title: str, step: Callable | None = None
+) -> tuple[list, list, Any]:
     """Take up to `steps` batches. Returns the seconds of each wait and of each step, and the last batch."""
     waits, works = [], []
     batch = None
@@ -92,7 +96,9 @@ def take_from_start(loader: Iterable, *how: Any) -> tuple[list, list, Any]:
     """Take batches of a loader from its first one on, see `take`; then end all that still loads."""
     batches = iter(loader)
     taken = take(batches, *how)
-    if getattr(loader, "_iterator", None) is batches:  # DataLoader keeps persistent workers here
+    if (
+        getattr(loader, "_iterator", None) is batches
+    ):  # DataLoader keeps persistent workers here
         loader._iterator = None
     del batches  # the last reference: workers end, and generators close
     gc.collect()  # only the collector frees an iterator that refers to itself
@@ -105,7 +111,9 @@ def take_cached(batch: Any, steps: int, title: str, step: Callable) -> float:
     return mean(works[FIRST_STEPS:])
 
 
-def too_few(batches: int, needed: int, warm_up: int, wave: int, workers: int) -> ValueError:
+def too_few(
+    batches: int, needed: int, warm_up: int, wave: int, workers: int
+) -> ValueError:
     """The error for a loader with too few batches, and what to change."""
     remedies = ["give a loader with more"]
     fitting = (batches - warm_up) // wave * wave
@@ -118,7 +126,11 @@ def too_few(batches: int, needed: int, warm_up: int, wave: int, workers: int) ->
 
 
 def diagnose(
-    loader: Iterable, step: Callable, steps: int = STEPS, run_steps: int = 1000, period: int = 1
+    loader: Iterable,
+    step: Callable,
+    steps: int = STEPS,
+    run_steps: int = 1000,
+    period: int = 1,
 ) -> Diagnosis:
     """Say whether a training waits for its data, and what that costs a run of `run_steps` steps.
 
@@ -171,7 +183,9 @@ def diagnose(
     print(f"about {rest:.0f} s more", file=sys.stderr)
     waits, works, _ = take_from_start(loader, batches, "3: loader and step", step)
     if len(waits) < batches:
-        raise ValueError("the loader gives its batches once: give one that starts again from its first batch")
+        raise ValueError(
+            "the loader gives its batches once: give one that starts again from its first batch"
+        )
     after = take_cached(batch, half, "4: cached batch again", step)
 
     waiting = mean(waits[warm_up:])
@@ -180,7 +194,9 @@ def diagnose(
     at_hands = [min(compute, before), min(compute, after)]
     at_hand = mean(at_hands)
     startup = max(0.0, gaps[0] - waiting)
-    times = torch.tensor([waits[warm_up:], works[warm_up:]], dtype=torch.float64).sum(dim=0)
+    times = torch.tensor([waits[warm_up:], works[warm_up:]], dtype=torch.float64).sum(
+        dim=0
+    )
     parts = times.reshape(waves, wave).tensor_split(min(PARTS, waves))
     paces = [startup / run_steps + part.mean().item() for part in parts]
     # Means, not medians: they add up to the run's time, as the shares do, and a block loader's one slow batch in
@@ -189,9 +205,16 @@ def diagnose(
     low = max(1.0, min(paces) / max(at_hands))
     high = max(paces) / min(at_hands)
 
-    losses = {"data-bound": run_steps * (waiting + compute - at_hand), "start-up-bound": startup}
+    losses = {
+        "data-bound": run_steps * (waiting + compute - at_hand),
+        "start-up-bound": startup,
+    }
     verdict = max(losses, key=losses.get) if speedup >= WORTHWHILE else "compute-bound"
-    spent = {"waiting": run_steps * waiting, "computing": run_steps * compute, "start-up": startup}
+    spent = {
+        "waiting": run_steps * waiting,
+        "computing": run_steps * compute,
+        "start-up": startup,
+    }
     found = Diagnosis(
         verdict=verdict,
         shares={name: seconds / sum(spent.values()) for name, seconds in spent.items()},
@@ -223,12 +246,18 @@ def doubts(found: Diagnosis, alone: float, slowest: float) -> list[str]:
     span = f"{low:.2f} to {high:.2f}"
     if high > WIDE * low:
         cause = "the machine was slower for a while, or the loader's period is longer than stated"
-        notes.append(f"the speed-up varies, from {span}: {cause}; repeat the diagnosis, with more steps")
+        notes.append(
+            f"the speed-up varies, from {span}: {cause}; repeat the diagnosis, with more steps"
+        )
     if low < WORTHWHILE <= high:
-        notes.append(f"the range of {span} lies on both sides of {WORTHWHILE}: the verdict is not certain")
+        notes.append(
+            f"the range of {span} lies on both sides of {WORTHWHILE}: the verdict is not certain"
+        )
     if slowest > CLEARLY * found.compute:
         pair = f"{ms(slowest)} with a cached batch, and {ms(found.compute)} beside the loader"
-        notes.append(f"a step took {pair}: other programs used the cores; repeat the diagnosis")
+        notes.append(
+            f"a step took {pair}: other programs used the cores; repeat the diagnosis"
+        )
     elif found.compute > CLEARLY * found.at_hand and found.waiting >= found.slowdown:
         pair = f"{ms(found.compute)} beside the loader, and {ms(found.at_hand)} with a cached batch"
         notes.append(f"the loader also takes cores from the step, which takes {pair}")
@@ -236,7 +265,9 @@ def doubts(found: Diagnosis, alone: float, slowest: float) -> list[str]:
     if alone > CLEARLY * pace:
         pair = f"a batch every {ms(alone)} without the step, and every {ms(pace)} with it, later"
         cause = "the later run used a stock, or found in memory what the first had read"
-        notes.append(f"the loader gave {pair}: {cause}; the training may wait longer, so measure more steps")
+        notes.append(
+            f"the loader gave {pair}: {cause}; the training may wait longer, so measure more steps"
+        )
     return notes
 
 
@@ -265,14 +296,22 @@ def report(found: Diagnosis, ranks: int = 1) -> int | None:
     """
     print(f"\n{found.verdict}: {explain(found)}")
     alone = ms(found.load / max(1, found.num_workers))
-    print(f"loader alone: a batch every {alone}; step with a cached batch: {ms(found.at_hand)}")
+    print(
+        f"loader alone: a batch every {alone}; step with a cached batch: {ms(found.at_hand)}"
+    )
     print(f"time of a run of {found.run_steps:,} steps")
-    each = f"{ms(found.waiting)} a step", f"{ms(found.compute)} a step", f"{found.startup:.2f} s, once"
+    each = (
+        f"{ms(found.waiting)} a step",
+        f"{ms(found.compute)} a step",
+        f"{found.startup:.2f} s, once",
+    )
     for (name, share), seconds in zip(found.shares.items(), each):
         print(f"  {name:10}{share:7.1%}   {seconds}")
     low, high = found.speedup_range
     span = f"{low:.2f} to {high:.2f} in parts of the runs"
-    print(f"best speed-up that work on data could give: {found.speedup:.2f} times ({span})")
+    print(
+        f"best speed-up that work on data could give: {found.speedup:.2f} times ({span})"
+    )
     for note in found.notes:
         print(f"note: {note}")
     if found.verdict != "data-bound" or found.shares["waiting"] < HARDLY:
@@ -289,12 +328,17 @@ def plan_here(found: Diagnosis, ranks: int) -> int:
     shm = Path("/dev/shm")
     room = {"memory": psutil.virtual_memory().available}
     room["shm"] = shutil.disk_usage(shm).free if shm.exists() else math.inf
-    sizes = {"batch_bytes": found.batch_bytes, "worker_bytes": psutil.Process().memory_info().rss}
+    sizes = {
+        "batch_bytes": found.batch_bytes,
+        "worker_bytes": psutil.Process().memory_info().rss,
+    }
     # A job may have only some of the machine's cores.
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
     times = found.load, found.at_hand
-    workers, _ = plan_workers(*times, cores, ranks, prefetch_factor=found.prefetch_factor, **sizes, **room)
+    workers, _ = plan_workers(
+        *times, cores, ranks, prefetch_factor=found.prefetch_factor, **sizes, **room
+    )
     return workers
 
 
@@ -317,20 +361,32 @@ def plan_workers(
     """
     sharers = f"{ranks} rank{'s' * (ranks > 1)}"
     ahead = f"{prefetch_factor} batches x {batch_bytes / 1e6:.2f} MB"
-    sums = {"t_load / t_step": (f"{ms(t_load)} / {ms(t_step)}", math.ceil(round(t_load / t_step, 6)))}
+    sums = {
+        "t_load / t_step": (
+            f"{ms(t_load)} / {ms(t_step)}",
+            math.ceil(round(t_load / t_step, 6)),
+        )
+    }
     sums["cores"] = f"{cores} cores / {sharers}", cores // ranks
     for name, room, own in (("memory", memory, worker_bytes), ("/dev/shm", shm, 0)):
         taken = ranks * (own + prefetch_factor * batch_bytes)
         if room < math.inf and taken:
             terms = f"({own / 1e6:.0f} MB + {ahead})" if own else f"({ahead})"
-            sums[name] = f"{room / 1e9:.1f} GB / ({sharers} x {terms})", int(room // taken)
+            sums[name] = (
+                f"{room / 1e9:.1f} GB / ({sharers} x {terms})",
+                int(room // taken),
+            )
     binds, (_, workers) = min(sums.items(), key=lambda item: item[1][1])
     print("workers for each rank")
     for name, (terms, number) in sums.items():
-        print(f"  {name:16}{terms} = {'needs' if name.startswith('t_') else 'at most'} {number:,}")
+        print(
+            f"  {name:16}{terms} = {'needs' if name.startswith('t_') else 'at most'} {number:,}"
+        )
     # Without workers the two times add up; with workers the longer one decides.
     pace = max(t_load / workers, t_step) if workers else t_load + t_step
-    print(f"  {workers}, by {binds}: a step every {ms(pace)}; without any, {ms(t_load + t_step)}")
+    print(
+        f"  {workers}, by {binds}: a step every {ms(pace)}; without any, {ms(t_load + t_step)}"
+    )
     return workers, binds
 
 
@@ -356,8 +412,12 @@ def diagnose_training(
     """
     training, _, _ = train.make_patches(args)
     on_device = args.accelerator != "cpu" and torch.accelerator.is_available()
-    device = torch.accelerator.current_accelerator() if on_device else torch.device("cpu")
-    module = train.FillGaps(vars(args), training.std.flatten().tolist(), training.pools).to(device)
+    device = (
+        torch.accelerator.current_accelerator() if on_device else torch.device("cpu")
+    )
+    module = train.FillGaps(
+        vars(args), training.std.flatten().tolist(), training.pools
+    ).to(device)
     optimizer = module.configure_optimizers()["optimizer"]
 
     def step(batch: dict) -> None:
@@ -379,7 +439,9 @@ def diagnose_training(
         loader = train.make_loader(training, endless, world_size=ranks)
         visit = args.shuffle_blocks * args.patches_per_block
         period = args.accumulate * math.lcm(visit, args.batch_size) // args.batch_size
-    return diagnose(loader, step, steps, args.max_steps * args.accumulate, period), loader
+    return diagnose(
+        loader, step, steps, args.max_steps * args.accumulate, period
+    ), loader
 
 
 def save(rows: list[dict], flags: list[str]) -> None:
@@ -390,9 +452,19 @@ def save(rows: list[dict], flags: list[str]) -> None:
         cpu = facts.read_text().partition("model name\t: ")[2].split("\n")[0] or cpu
     memory = round(psutil.virtual_memory().total / 2**30)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    results = {"command": " ".join(["uv run python diagnose.py", *flags]), "date": str(date.today())}
-    results["machine"] = {"cpu": cpu, "cores": os.cpu_count(), "memory_gb": memory, "gpu": gpu}
-    results["versions"] = {name: version(name) for name in ("torch", "xarray", "zarr", "obstore")}
+    results = {
+        "command": " ".join(["uv run python diagnose.py", *flags]),
+        "date": str(date.today()),
+    }
+    results["machine"] = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gb": memory,
+        "gpu": gpu,
+    }
+    results["versions"] = {
+        name: version(name) for name in ("torch", "xarray", "zarr", "obstore")
+    }
     path = Path(__file__).parent / "results/diagnosis.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results | {"rows": rows}) + "\n")
@@ -404,14 +476,22 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     summary = __doc__.splitlines()[0]
     usage = "diagnose.py [--steps N] [--naive] [any flags of train.py]"
-    parser = argparse.ArgumentParser(usage=usage, description=summary, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        usage=usage, description=summary, allow_abbrev=False
+    )
     measured = "steps to measure, rounded up to whole waves of batches, at least two"
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"{measured} (default: {STEPS})")
     parser.add_argument(
-        "--naive", action="store_true", help="use a loader that reads one patch after another"
+        "--steps", type=int, default=STEPS, help=f"{measured} (default: {STEPS})"
     )
     parser.add_argument(
-        "--save-results", action="store_true", help="diagnose both loaders, and write results/diagnosis.json"
+        "--naive",
+        action="store_true",
+        help="use a loader that reads one patch after another",
+    )
+    parser.add_argument(
+        "--save-results",
+        action="store_true",
+        help="diagnose both loaders, and write results/diagnosis.json",
     )
     own, flags = parser.parse_known_args(argv)
     if own.steps < 1:
@@ -424,12 +504,20 @@ def main(argv: list[str] | None = None) -> list[dict]:
             for naive in loaders:
                 found, loader = diagnose_training(train, args, own.steps, naive)
                 rows.append({"loader": "naive" if naive else "final", **asdict(found)})
-                print(f"\n{rows[-1]['loader']} loader, {args.num_workers} workers", end="")
+                print(
+                    f"\n{rows[-1]['loader']} loader, {args.num_workers} workers", end=""
+                )
                 workers = report(found, args.devices)
-                if workers and not naive and (note := train.note_on_workers(loader.dataset, workers)):
+                if (
+                    workers
+                    and not naive
+                    and (note := train.note_on_workers(loader.dataset, workers))
+                ):
                     print(note)
     except train.StoreError as error:
-        train.refuse(f"--store {args.store}: {str(error).split('StoreError: ')[-1].strip()}")
+        train.refuse(
+            f"--store {args.store}: {str(error).split('StoreError: ')[-1].strip()}"
+        )
     if own.save_results:
         save(rows, [*flags, "--steps", str(own.steps), "--save-results"])
     return rows

@@ -24,8 +24,8 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from devices import has_bf16
 from model import Batch
+from precision import has_bf16
 from results import RESULTS, parse_studies, save_rows, spread
 from step import (
     IS_GLIBC,

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from devices import has_bf16
 from errors import refuse
 from fixes import milestones, time_in_turn
+from precision import has_bf16
 from results import RESULTS, save_rows, spread
 from step import make_batch, wait_for
 

@@ -26,9 +26,9 @@ from lightning.pytorch.profilers import Profiler
 from torch.utils.data import DataLoader, IterableDataset
 
 from checks import check_folder
-from devices import has_bf16
 from errors import refuse
 from model import Batch, FillGaps, GroupNorm, masked_sums
+from precision import has_bf16
 from profiler import HERE, STEPS, Profile, profile_training
 from results import RESULTS, save_rows
 from step import make_batch

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from block_loader import BlockOrder, Window
+from block_loader import BlockOrder
 from climatology import describe_shares, require_months
 from data import Data, Grid
 from datamodule import WindDataModule
@@ -71,9 +71,9 @@ def make_data(options: Options, location: Location) -> tuple[Options, Data]:
 
 
 def make_datamodule(
-    options: Options, data: Data, first_step: int = 0, skipped: tuple[Window, ...] = ()
+    options: Options, data: Data, first_step: int = 0
 ) -> WindDataModule:
-    """The loaders of a run that begins at a step, and leaves batches out."""
+    """The loaders of a run that begins at a step."""
     per_block = options.patches_per_block
     maker = data.maker(data.training, options.patch_size)
     reader = data.reader.counted_apart()  # the training's requests are its own
@@ -85,7 +85,6 @@ def make_datamodule(
         slots=slots,
         patches_per_block=per_block,
         seed=options.seed,
-        skipped=skipped,
     )
     return WindDataModule(
         data, options=asdict(options), order=order, blocks=blocks, first_step=first_step
