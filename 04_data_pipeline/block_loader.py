@@ -79,8 +79,8 @@ class BlockOrder:
         """Of sample k of a step: its read, and its place among that read's samples."""
         batch = batch_number(step, self.skipped)
         slot = batch % self.steps_per_round * self.batch_size + k
-        # As before the modules: all slots change blocks at once.
-        given_before = batch // self.steps_per_round
+        # Each slot begins at a sample of its own. Else all would change blocks at once.
+        given_before = batch // self.steps_per_round + slot % self.patches_per_block
         reads_before, patch = divmod(given_before, self.patches_per_block)
         return reads_before * self.slots + slot, patch
 

@@ -1,8 +1,7 @@
-"""What the launcher and the machine offer: devices, nodes and precision."""
+"""What the launcher and the machine offer: devices and nodes."""
 
 import argparse
 import os
-import sys
 
 import torch
 
@@ -28,24 +27,6 @@ def set_devices(args: argparse.Namespace) -> None:
     args.devices = args.devices or launched or (available if on_gpu else 1)
     nodes = read_environment("GROUP_WORLD_SIZE", "SLURM_NNODES")
     args.num_nodes = args.num_nodes or nodes or 1
-
-
-def set_precision(args: argparse.Namespace) -> None:
-    """Fall back to float32 where there are no instructions for bfloat16, and say so."""
-    on_gpu = torch.accelerator.is_available() and args.accelerator != "cpu"
-    if args.precision == "bf16-mixed" and not has_bf16(on_gpu):
-        kind = "GPUs" if on_gpu else "cores"
-        reason = f"these {kind} have no instructions for bfloat16"
-        print(f"note: {reason}; training in float32", file=sys.stderr)
-        args.precision = "32-true"
-
-
-def has_bf16(on_gpu: bool) -> bool:
-    """Whether there are instructions for bfloat16. Without, torch would emulate them."""
-    if on_gpu:
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
-    flags = torch.cpu.get_capabilities()
-    return any(flags[name] for name in flags if name.endswith("bf16"))
 
 
 def read_environment(*names: str) -> int:
