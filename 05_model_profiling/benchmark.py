@@ -29,10 +29,10 @@ from types import ModuleType
 import numpy as np
 import psutil
 import torch
+from block_order import BlockOrder
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from block_loader import BlockOrder
 from demo_store import CLOUD
 from location import Location
 from model import UNet, masked_sums

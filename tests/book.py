@@ -52,6 +52,7 @@ HANDED_ON = {
     "04_data_pipeline": [
         "arguments.py",
         "block_loader.py",
+        "block_order.py",
         "checkpoints.py",
         "checks.py",
         "chunking.py",
