@@ -11,6 +11,7 @@ To diagnose a training of your own, copy diagnosis.py and worker_plan.py instead
 """
 
 import argparse
+import gc
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -83,6 +84,7 @@ def diagnose_loaders(
 ) -> list[dict]:
     """Diagnose the training with each loader, and print what was found."""
     options, data = make_data(options, location)
+    gc.freeze()  # as train.py does
     rows = []
     for name in names:
         found, order = diagnose_loader(name, steps, options, data)
