@@ -115,13 +115,13 @@ def diagnose_loader(
         module = make_datamodule(endless, data)
         loader = module.train_loader(world_size=ranks)
         order = module.order
-        period = count_batches(order, options.accumulate_grad_batches)
+        period = find_period(order, options.accumulate_grad_batches)
     run_steps = options.max_steps * options.accumulate_grad_batches
     return diagnose(loader, step, steps, run_steps, period), order
 
 
-def count_batches(order: BlockOrder, accumulate_grad_batches: int) -> int:
-    """The micro-batches after which the block loader's work repeats.
+def find_period(order: BlockOrder, accumulate_grad_batches: int) -> int:
+    """The number of micro-batches after which the block loader's work repeats.
 
     In so many steps each slot gives all samples of one block. Slots change their blocks
     in different steps, and so each whole batch needs about equally many new blocks. But

@@ -99,7 +99,7 @@ def diagnose(
     if min(steps, run_steps, period) < 1:
         raise ValueError("steps, run_steps and period must be at least 1")
     size = plan_runs(loader, steps, period)
-    size.require(count_batches(loader, size.batches))
+    size.require(length_of(loader, size.batches))
     cached = f"{FIRST_STEPS + size.cached} steps with a cached batch"
     runs = f"{size.batches} batches without a step, {cached}, "
     runs += f"{size.batches} batches with the step, {cached}"
@@ -170,7 +170,7 @@ def plan_runs(loader: Iterable, steps: int, period: int) -> Size:
     )
 
 
-def count_batches(loader: Iterable, otherwise: int) -> int:
+def length_of(loader: Iterable, otherwise: int) -> int:
     """The length of a loader, if it has one."""
     try:
         return len(loader)

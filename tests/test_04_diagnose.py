@@ -65,8 +65,16 @@ class Loader:
     def __init__(self, clock: Clock, load: float, workers: int = 0, start: float = 0.0, prefetch: int = 2):
         self.clock, self.load, self.start = clock, load, start
         self.num_workers, self.prefetch_factor = workers, prefetch if workers else None
+        self.at_start = self.at_end = lambda: None
 
     def __iter__(self) -> Iterator[list]:
+        self.at_start()
+        try:
+            yield from self.batches()
+        finally:
+            self.at_end()
+
+    def batches(self) -> Iterator[list]:
         self.clock.work(self.start)
         asked = [self.clock.now] * self.num_workers * (self.prefetch_factor or 0)
         free = [0.0] * self.num_workers
@@ -134,18 +142,10 @@ def test_verdict_shares_and_speed_up_are_those_of_the_run(case: str, clock: Cloc
 def test_runs_begin_and_end_in_turn_and_the_start_is_that_of_the_first(clock: Clock) -> None:
     """The cached batch comes before and after the loader. The second time, files may be in memory."""
     events = []
-
-    class Recorded(Loader):
-        def __iter__(self) -> Iterator[list]:
-            events.append("begin")
-            try:
-                yield from super().__iter__()
-            finally:
-                self.start = 0.0
-                events.append("end")
-
     step = steps_of(clock, 0.01)
-    loader = Recorded(clock, 0.01, start=5.0)
+    loader = Loader(clock, 0.01, start=5.0)
+    loader.at_start = lambda: events.append("begin")
+    loader.at_end = lambda: events.append("end") or setattr(loader, "start", 0.0)
     found = diagnosis.diagnose(loader, lambda batch: (step(batch), events.append("step")))
     order = [(event, len(list(same))) for event, same in itertools.groupby(events)]
     cached, beside = ("step", CACHED), [("begin", 1), ("step", WITH_LOADER), ("end", 1)]
@@ -207,18 +207,18 @@ def test_a_range_on_both_sides_of_what_is_worthwhile_is_told(clock: Clock) -> No
 
 def test_whole_periods_are_measured(clock: Clock) -> None:
     """Every tenth batch waits for new blocks, after ten that come slowly and ten from stock."""
-    taken = []
+    loader, taken = Loader(clock, 0.0), []
+    loader.at_start = lambda: taken.append(0)
 
-    class Periodic:
-        def __iter__(self) -> Iterator[int]:
-            taken.append(0)
-            for number in itertools.count():
-                clock.work(1.0 if number < 10 or (number % 10 == 0 and number >= 20) else 0.0)
-                taken[-1] += 1
-                yield number
+    def batches() -> Iterator[int]:
+        for number in itertools.count():
+            clock.work(1.0 if number < 10 or (number % 10 == 0 and number >= 20) else 0.0)
+            taken[-1] += 1
+            yield number
 
+    loader.batches = batches
     for steps in (2, 12):  # two whole ones at least
-        found = diagnosis.diagnose(Periodic(), steps_of(clock, 0.05), steps=steps, period=10)
+        found = diagnosis.diagnose(loader, steps_of(clock, 0.05), steps=steps, period=10)
         assert found.verdict == "data-bound"
         assert (found.waiting, found.load) == pytest.approx((0.1, 0.1))
         assert found.speedup_range == pytest.approx((found.speedup, found.speedup))
@@ -231,49 +231,34 @@ def test_the_device_is_waited_for_before_the_clock_is_read(clock: Clock, monkeyp
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: clock.work(sum(queue)) or queue.clear())
 
-    class Busy(Loader):  # a batch is moved to the device, behind all that it was given
-        def __iter__(self) -> Iterator[list]:
-            for batch in super().__iter__():
-                torch.accelerator.synchronize()
-                yield batch
-
-    found = diagnosis.diagnose(Busy(clock, 0.001), lambda batch: queue.append(0.03))
+    found = diagnosis.diagnose(Loader(clock, 0.001), lambda batch: queue.append(0.03))
     assert found.verdict == "compute-bound"
     assert (found.compute, found.at_hand, found.waiting) == pytest.approx((0.03, 0.03, 0.001))
 
 
 class Cycle:
-    """An iterator that refers to itself, as one whose thread calls its methods."""
+    """A loader whose iterator refers to itself, as one whose thread calls its methods."""
 
-    def __init__(self, batches: Iterator):
-        self.batches, self.itself = batches, self
+    def __init__(self, loader: Loader):
+        self.loader = loader
 
-    def __iter__(self) -> Iterator:
-        return self
+    def __iter__(self) -> "Cycle":
+        iterator = Cycle(self.loader)
+        iterator.batches, iterator.itself = iter(self.loader), iterator
+        return iterator
 
-    def __next__(self) -> object:
+    def __next__(self) -> list:
         return next(self.batches)
 
 
-@pytest.mark.parametrize("kind", [iter, Cycle])
+@pytest.mark.parametrize("kind", [lambda loader: loader, Cycle])
 def test_a_step_that_the_loader_slows_down_is_told_apart(kind: Callable, clock: Clock, capsys) -> None:
     """Its threads take the cores: that costs time without a wait, and a cached batch does not."""
     reading = []
-
-    class Greedy(Loader):
-        def __iter__(self) -> Iterator[list]:
-            return kind(self.read())
-
-        def read(self) -> Iterator[list]:
-            reading.append(True)
-            try:
-                yield from super().__iter__()
-            finally:
-                reading.clear()
-
-    loader = Greedy(clock, 0.001, start=1.0)  # costs more than the waiting, and less than the slower steps
+    loader = Loader(clock, 0.001, start=1.0)  # costs more than the waiting, and less than the slower steps
+    loader.at_start, loader.at_end = lambda: reading.append(True), reading.clear
     step = lambda batch: clock.work(0.04 if reading else 0.01)  # noqa: E731
-    found = diagnosis.diagnose(loader, step, run_steps=100)
+    found = diagnosis.diagnose(kind(loader), step, run_steps=100)
     assert found.verdict == "data-bound" and found.speedup == pytest.approx(5.1)
     assert found.notes == [] and diagnosis.report(found) is None
     assert "data-bound: the loader takes cores from the step, which takes 40.0 ms" in capsys.readouterr().out
@@ -325,15 +310,9 @@ def test_too_few_batches_are_refused_before_the_first_is_taken(
 
 
 def test_it_says_how_many_batches_it_takes_and_how_long(clock: Clock, capsys) -> None:
-    told = []
-
-    class Listening(Loader):
-        def __iter__(self) -> Iterator[list]:
-            told.append(capsys.readouterr().err)
-            return super().__iter__()
-
-    began, step = [], steps_of(clock, 5.0)
-    loader = Listening(clock, 4.5, start=10.0)
+    told, began, step = [], [], steps_of(clock, 5.0)
+    loader = Loader(clock, 4.5, start=10.0)
+    loader.at_start = lambda: told.append(capsys.readouterr().err)
     diagnosis.diagnose(loader, lambda batch: (began.append(clock.now), step(batch)))
     runs = "37 batches without a step, 21 steps with a cached batch, 37 batches with the step, 21 steps"
     assert runs in told[0]
