@@ -136,10 +136,13 @@ class BlockOrder:
     def phases(self) -> np.ndarray:
         """The sample of its first block with which each slot begins, (slots,).
 
-        Else all would change blocks at once. So each step needs equally many new blocks.
+        Else all would change blocks at once. So each step needs equally many new blocks,
+        and of each rank, which has some of the places in a batch, each round does.
         """
-        begins = np.arange(self.slots) * self.samples_per_slot
-        return begins % self.patches_per_block
+        batches, places = np.divmod(np.arange(self.slots), self.batch_size)
+        first_samples = places * self.samples_per_slot
+        shifts = batches * self.patches_per_block // self.steps_per_round
+        return (first_samples + shifts) % self.patches_per_block
 
     @cached_property
     def turns(self) -> list[int]:

@@ -16,7 +16,9 @@ from numbered_blocks import make_batches, make_order, reads_of
 def orders() -> list[BlockOrder]:
     """All small cases: slots that are a multiple of the batch and divisors, as many as blocks and fewer."""
     found = []
-    for blocks, batch, slots, per_block in product((1, 2, 3, 5, 8, 13, 20), range(1, 7), range(1, 13), range(1, 6)):
+    for blocks, batch, slots, per_block in product(
+        (1, 2, 3, 5, 8, 13, 20), range(1, 7), range(1, 13), range(1, 6)
+    ):
         if slots == fit_slots(slots, blocks, batch):
             found.append(make_order(blocks, batch, slots, per_block, seed=blocks))
     return found
@@ -84,6 +86,24 @@ def test_every_step_needs_equally_many_new_blocks() -> None:
         assert int(average) <= min(later) <= max(later) <= ceil(average), order
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(("slots", "per_block"), [(32, 8), (32, 4), (32, 16), (16, 8), (8, 8)])
+def test_every_round_of_a_rank_needs_equally_many_new_blocks(ranks: int, slots: int, per_block: int) -> None:
+    """The batch of 8 is cut into slices, which differ by rounding only."""
+    order = make_order(blocks=100, batch_size=8, slots=slots, patches_per_block=per_block)
+    rounds = 2 * per_block + 1
+    for rank in range(ranks):
+        places = range(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+        seen, new = set(), []
+        for first in range(0, rounds * order.steps_per_round, order.steps_per_round):
+            steps = range(first, first + order.steps_per_round)
+            reads = {order.address(step, k)[0] for step, k in product(steps, places)}
+            new.append(len(reads - seen))
+            seen |= reads
+        average = len(places) * order.steps_per_round / per_block
+        assert int(average) <= min(new[1:]) <= max(new[1:]) <= ceil(average), (rank, new)
+
+
 def test_epochs_and_seeds_have_orders_and_patches_of_their_own() -> None:
     reads = [make_order(seed=seed).read(number) for seed in (0, 1) for number in range(80)]
     blocks = [read.block for read in reads]
@@ -91,7 +111,9 @@ def test_epochs_and_seeds_have_orders_and_patches_of_their_own() -> None:
     assert len({read.rng.integers(2**62) for read in reads}) == 160
 
 
-@pytest.mark.parametrize(("slots", "reason"), [(12, "neither a multiple nor a divisor"), (48, "only 40 blocks")])
+@pytest.mark.parametrize(
+    ("slots", "reason"), [(12, "neither a multiple nor a divisor"), (48, "only 40 blocks")]
+)
 def test_slots_that_cannot_be_are_refused(slots: int, reason: str) -> None:
     with pytest.raises(ValueError, match=f"{slots} slots: {reason}"):
         make_order(blocks=40, batch_size=8, slots=slots)
