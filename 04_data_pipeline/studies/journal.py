@@ -5,6 +5,8 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
+from studies.stores import full_or_quick
+
 FOLDER = Path(__file__).resolve().parent.parent
 OUTPUTS = FOLDER / "outputs/benchmark"
 
@@ -36,7 +38,7 @@ class Journal:
 
 def journal_path(study: str) -> Path:
     """Where the measurements of a study are until it is whole."""
-    return OUTPUTS / f"{study}.json"
+    return OUTPUTS / full_or_quick(f"{study}.json", f"{study}_quick.json")
 
 
 def hash_scripts() -> str:

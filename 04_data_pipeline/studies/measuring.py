@@ -1,5 +1,6 @@
 """How measurements are made: in turn, in processes of their own, with all their CPU time."""
 
+import gc
 import json
 import multiprocessing
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from tqdm import tqdm
 from results import spread
 from studies.journal import Journal
 from studies.server import SERVERS
-from studies.stores import QUICK, SIZE
+from studies.stores import SIZE
 
+LIMIT = 180  # seconds for a measurement in a process of its own
 # Numbers of which a row has median, least and greatest; of others it has the median.
 SPREAD = {
     "samples_per_second",
@@ -40,7 +42,7 @@ def take_turns(
     What was measured before the study was stopped is not measured again, unless it failed
     or a script has changed since.
     """
-    journal = Journal(f"{study}_quick" if SIZE["days"] == QUICK["days"] else study)
+    journal = Journal(study)
     runs: list[list[dict]] = [[] for _ in cases]
     for turn in range(repeats):
         named = tqdm(cases, f"{study}, turn {turn + 1}", disable=None)
@@ -110,6 +112,7 @@ def answer(
 ) -> None:
     """Send what a function returns, or the last line of its error, to the other end."""
     SIZE.update(size)
+    gc.freeze()  # as train.py does
     try:
         found = function(*arguments)
     except Exception as error:  # whatever it is, it is what the study reports

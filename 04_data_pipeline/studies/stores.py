@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 from demo_store import CLOUD
 from studies.server import BUCKETS, Server
@@ -17,6 +18,11 @@ LAYOUTS = {
 SIZE = {"days": 200, "resolution": 0.25, "patch": 64, "batch": 32}
 QUICK = {"days": 132, "resolution": 10, "patch": 16, "batch": 8}
 SLOTS = 32  # train.py's default is four times the batch
+
+
+def full_or_quick(full: Any, quick: Any) -> Any:
+    """The first, or the second under --quick."""
+    return quick if SIZE == QUICK else full
 
 
 def make_stores() -> None:
