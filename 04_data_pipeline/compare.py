@@ -1,8 +1,10 @@
 """Chapter 4: the same batches from the same bucket, by other libraries and by our loader.
 
-    uv run --group peers python compare.py                  # all readers: half an hour
+    uv run --group peers python compare.py                  # all readers: 40 minutes
     uv run python compare.py ours limit "bare GETs"         # what needs no other library
     uv run --group peers python compare.py --save-results   # and write results/compare.json
+
+insitubatch needs `uv run --python 3.12`. A library that is not installed is left out.
 
 A batch is 32 patches of 64 x 64 cells of u and v, cut from whole maps of 0.25 degrees
 behind local_s3.py, which answers after 30 ms. Each reader works in a process of its own, in
@@ -10,8 +12,8 @@ turn with the others. All batches are made by the same PatchMaker.make_batch.
 
 `limit` is what a reader could do at best: the same objects by bare GETs, decoded in threads,
 and nothing cut. `bare GETs` does not decode: it is what the server gives to one client, and
-to two. You should see `ours` near the limit. What others lack is not speed of reading: it is
-that they do not cut several patches from each map.
+to two. You should see `ours` near the limit, and those that read a map for each sample far
+behind: how many patches are cut from a map counts for more than how it is read.
 """
 
 import sys
@@ -72,7 +74,7 @@ def find_installed(names: list[str], words: list[str]) -> list[str]:
         if reader.is_installed():
             installed.append(name)
             continue
-        reason = f"{name}: {reader.package} is not installed; run `{COMMAND}`"
+        reason = f"{name}: {reader.package} is not installed; run `{reader.command}`"
         if name in words:
             refuse(reason)
         print(f"left out: {reason}", file=sys.stderr)

@@ -33,9 +33,8 @@ def script(make_small_store, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     buckets = tmp_path_factory.mktemp("buckets")
     with book.rooms("04_data_pipeline"), pytest.MonkeyPatch.context() as patch:
         script = runs.load(CHAPTER / "compare.py", "compare_under_test")
-        from studies import limit, reader_costs, server, stores, tree_memory
+        from studies import server, stores
 
-        script.parts = SimpleNamespace(costs=reader_costs, limit=limit, memory=tree_memory)
         patch.setattr(server, "BUCKETS", buckets)
         patch.setattr(script, "LATENCY_MS", 0)
         patch.setattr(script, "make_stores", lambda: None)
@@ -60,9 +59,10 @@ def flags_for(script: ModuleType, server, per_block: int) -> list[str]:
 
 def opened(script: ModuleType, server, per_block: int = 1) -> tuple:
     """train.py's options and data."""
-    costs = script.parts.costs
-    options = costs.parse_options("", flags_for(script, server, per_block))
-    return costs.make_data(options, costs.make_location(options))
+    from studies.reader_costs import make_data, make_location, parse_options
+
+    options = parse_options("", flags_for(script, server, per_block))
+    return make_data(options, make_location(options))
 
 
 def take(script: ModuleType, name: str, options, data, number: int) -> list:
@@ -82,23 +82,26 @@ def assert_same(batches: list[dict], others: list[dict]) -> None:
 
 
 def test_a_decoded_chunk_has_the_values_that_zarr_reads(script: ModuleType) -> None:
+    from studies.limit import decode_chunk
+
     array = zarr.open_array(script.store / VARIABLES[1], mode="r")
     values = np.empty((37, 72), "f4")
     for time in range(3):
         chunk = (script.store / VARIABLES[1] / f"c/{time}/0/0").read_bytes()
-        script.parts.limit.decode_chunk(chunk, values)
+        decode_chunk(chunk, values)
         np.testing.assert_array_equal(values, array[time])
     damaged = chunk[:-9] + bytes([chunk[-9] ^ 1]) + chunk[-8:]
     with pytest.raises(OSError, match="checksum"):
-        script.parts.limit.decode_chunk(damaged, values)
+        decode_chunk(damaged, values)
 
 
 @pytest.mark.parametrize(("name", "decoded"), [("limit", True), ("bare GETs", False)])
 def test_the_limit_reads_the_maps_of_an_epoch_and_decodes_each(
     name: str, decoded: bool, script: ModuleType, server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from studies import limit
+
     options, data = opened(script, server, per_block=4)
-    limit = script.parts.limit
     seen = []
     monkeypatch.setattr(limit, "decode_chunk", lambda chunk, values: seen.append(bytes(chunk)))
     found = take(script, name, options, data, 4)
@@ -207,12 +210,14 @@ def test_a_measurement_counts_what_a_sample_costs(script: ModuleType, server) ->
 
 
 def test_the_memory_of_what_a_process_has_started_counts(script: ModuleType) -> None:
+    from studies.tree_memory import TreeMemory, tree_mb
+
     hold = "held = bytearray(100_000_000); print('holds', flush=True); input()"
-    before = script.parts.memory.tree_mb()
+    before = tree_mb()
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", hold], **pipes) as process:
         process.stdout.readline()
-        with script.parts.memory.TreeMemory() as tree:
+        with TreeMemory() as tree:
             pass
         process.communicate(b"\n")
     assert tree.peak_mb > before + 90
@@ -268,7 +273,7 @@ def test_a_library_that_is_not_installed_is_left_out_unless_it_was_asked_for(
     with pytest.raises(SystemExit, match="2"):
         script.main(["ours", "insitubatch"])
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "insitubatch" in last and "uv run --group peers python compare.py" in last
+    assert "insitubatch" in last and "uv run --python 3.12 --group peers" in last
 
 
 # ------------------------------------------------------------------------------------ the saved results

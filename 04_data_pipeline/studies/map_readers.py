@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import dask
 import numpy as np
@@ -55,13 +55,13 @@ def cut_patches(
     maker: PatchMaker, maps: Maps, per_map: int, rng: np.random.Generator
 ) -> list[Sample]:
     """So many patches of each map."""
-    numbers = np.repeat(np.arange(len(maps.times)), per_map)
+    every = np.arange(len(maps.times))
+    numbers = np.repeat(every, per_map)
+    patches = draw_patches(rng, maps.times[numbers], maker.space)
     samples = []
-    for number, patch in zip(
-        numbers, draw_patches(rng, maps.times[numbers], maker.space)
-    ):
-        cut = [maker.cut(values[number], patch) for values in maps.variables]
-        samples.append(Sample(patch, np.stack(cut)))
+    for number, patch in zip(numbers, patches):
+        values = [maker.cut(variable[number], patch) for variable in maps.variables]
+        samples.append(Sample(patch, np.stack(values)))
     return samples
 
 
@@ -73,55 +73,69 @@ def xbatcher_maps(options: Options, data: Data) -> Iterator[Maps]:
     times = rng.permutation(len(data.training.positions))
     winds = open_lazily(options, data).isel(time=times)
     size = options.batch_size
-    generator = BatchGenerator(winds, {**winds.sizes, "time": size})
+    shape = {**winds.sizes, "time": size}
+    generator = BatchGenerator(winds, shape)
     while True:
         for number in rng.permutation(len(generator)):
             item = generator[int(number)]
             variables = [item[name].values for name in options.variables]
-            yield Maps(variables, times[number * size : (number + 1) * size])
+            first = number * size
+            yield Maps(variables, times[first : first + size])
 
 
 def insitubatch_maps(options: Options, data: Data) -> Iterator[Maps]:
-    """Batches of insitubatch's. Its pool holds two windows of chunks, and not all data."""
+    """Batches of insitubatch's, each epoch in an order of its own."""
+    dataset = make_insitu_dataset(options, data)
+    first = data.training.positions[0]
+    for epoch in count():
+        dataset.set_epoch(epoch)
+        for batch in dataset.train:
+            variables = []
+            for name in options.variables:
+                southwards = batch.arrays[name]
+                variables.append(southwards[:, ::-1])
+            yield Maps(variables, batch.sample_indices - first)
+
+
+def make_insitu_dataset(options: Options, data: Data) -> Any:
+    """The training's maps. The pool holds two windows of chunks, and so not all data."""
     import insitubatch
 
     location = make_location(options)
-    store = insitubatch.obstore_store(location.url, **client_options(location))
-    geometries = insitubatch.open_geometries(store, variables=options.variables)
+    client = client_options(location)
+    store = insitubatch.obstore_store(location.url, **client)
+    names = options.variables
+    geometries = insitubatch.open_geometries(store, variables=names)
+    geometry = geometries[names[0]]
     first, last = data.training.positions[[0, -1]].tolist()
-    geometry = geometries[options.variables[0]]
+    span = (first, last + 1)
     training = insitubatch.split_by_chunk(
-        geometry, fractions=(1, 0, 0), sample_range=(first, last + 1)
+        geometry, fractions=(1, 0, 0), sample_range=span
     )
-    batches = insitubatch.InSituDataset(
+    chunks = options.batch_size // geometry.sample_chunk_size
+    return insitubatch.InSituDataset(
         store,
         training,
         geometries=geometries,
         batch_size=options.batch_size,
-        block_chunks=max(1, options.batch_size // geometry.sample_chunk_size),
+        block_chunks=max(1, chunks),
         max_inflight=THREADS,
         seed=options.seed,
     )
-    for epoch in count():
-        batches.set_epoch(epoch)
-        for batch in batches.train:
-            # The store's latitudes run southwards.
-            variables = [batch.arrays[name][:, ::-1] for name in options.variables]
-            yield Maps(variables, batch.sample_indices - first)
 
 
 def read_xbatcher_samples(options: Options, data: Data) -> Iterator[dict]:
     """xbatcher as its documentation has it: an item is a patch, and a DataLoader shuffles."""
     items = GridPatches(options, data)
-    make_batch = items.maker.make_batch
+    loader = DataLoader(
+        items,
+        options.batch_size,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=items.maker.make_batch,
+    )
     while True:
-        yield from DataLoader(
-            items,
-            options.batch_size,
-            shuffle=True,
-            drop_last=True,
-            collate_fn=make_batch,
-        )
+        yield from loader
 
 
 class GridPatches(Dataset):

@@ -1,7 +1,5 @@
 """What a reader brings, and what it costs: time, requests, CPU and memory."""
 
-import atexit
-import gc
 import resource
 import sys
 import warnings
@@ -34,8 +32,6 @@ def measure(
         import_module(reader.package)
     options = parse_options("", flags)
     options, data = make_data(options, make_location(options))
-    gc.freeze()  # as train.py does
-    atexit.register(gc.unfreeze)  # else triton complains of objects that are left
     figures = {"memory_before_mb": peak_memory_mb()}
 
     began = perf_counter()

@@ -51,6 +51,7 @@ class Reader:
     settings: list[Setting]
     resume: Resume
     package: str | None = None  # whose version is written down
+    command: str = "uv run --group peers python compare.py"  # that has the package
     what: str = "batches"
 
     def is_installed(self) -> bool:
@@ -158,6 +159,7 @@ NO_BATCHES = Resume(None, "gives no batches")
 TENSORSTORE = "tensorstore"
 XBATCHER = "xbatcher"
 INSITUBATCH = "insitubatch"
+WITH_PYTHON_3_12 = "uv run --python 3.12 --group peers python compare.py"
 READERS = {
     "naive xarray": Reader(NAIVE, read_by_xarray, ONE, BY_SAMPLER),
     "xarray, workers": Reader(BEST, read_by_xarray, ONE_WITH_WORKERS, BY_SAMPLER),
@@ -167,7 +169,9 @@ READERS = {
     "xbatcher, whole maps": Reader(
         BEST, read_xbatcher_maps, BLOCKS, NO_ORDER, XBATCHER
     ),
-    "insitubatch": Reader(BEST, read_insitubatch, BLOCKS, NO_PLACE, INSITUBATCH),
+    "insitubatch": Reader(
+        BEST, read_insitubatch, BLOCKS, NO_PLACE, INSITUBATCH, WITH_PYTHON_3_12
+    ),
     "tensorstore, a sample": Reader(
         NAIVE, read_by_tensorstore, ONE, BY_SAMPLER, TENSORSTORE
     ),
