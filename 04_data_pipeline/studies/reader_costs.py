@@ -21,9 +21,9 @@ from task import make_data
 def measure(
     name: str, server: Server, flags: list[str], seconds: float
 ) -> dict[str, float]:
-    """Take a reader's batches for some seconds; first so many that it has filled up.
+    """Take a reader's batches for some seconds, and before that until it has filled up.
 
-    Then as long again, while memory is looked at.
+    Then for half as long again, while memory is looked at.
     """
     for beginning in (*KNOWN_WARNINGS, "This DataLoader will create"):
         warnings.filterwarnings("ignore", beginning)
@@ -40,12 +40,11 @@ def measure(
     figures["first_batch_s"] = perf_counter() - began
 
     per_round = batches_per_round(options)
-    for _ in range(per_round - 1):
-        next(batches)
+    take_batches(batches, per_round, seconds / 5)
     figures |= time_batches(batches, server, options.batch_size, per_round, seconds)
     figures["peak_memory_mb"] = peak_memory_mb()
     with TreeMemory() as tree:
-        take_batches(batches, per_round, seconds)
+        take_batches(batches, per_round, seconds / 2)
     figures["tree_memory_mb"] = tree.peak_mb
     return figures
 
