@@ -14,7 +14,6 @@ naive loop waits for nearly all of its time, and that most of the cure is to use
 was read more than once.
 """
 
-import gc
 import warnings
 
 from command_line import KNOWN_WARNINGS
@@ -23,6 +22,7 @@ from studies.final_loader import memory, wait
 from studies.journal import journal_path
 from studies.ladder import ladder
 from studies.levelled import describe_levelled, levelled, plot_levelled
+from studies.measuring import frozen
 from studies.processes import dask_modes, persistent, sweep, workers
 from studies.stores import QUICK, SIZE, make_stores
 from studies.whole_runs import command, describe_command, shuffle
@@ -53,18 +53,18 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
         "This DataLoader will create",
     ):  # more than cores
         warnings.filterwarnings("ignore", beginning)
-    gc.freeze()  # as train.py does
     make_stores()
     found = {}
     for study in STUDIES:
         if study not in args.studies:
             continue
-        rows = STUDIES[study](args.repeats)
-        for row in rows:
-            print(f"{study}: {DESCRIBE.get(study, describe)(row)}")
+        with frozen():
+            found[study] = STUDIES[study](args.repeats)
+        for row in found[study]:
+            line = DESCRIBE.get(study, describe)(row)
+            print(f"{study}: {line}", flush=True)
         if args.save_results:
-            save(study, args.repeats, rows)
-        found[study] = rows
+            save(study, args.repeats, found[study])
     for study in found:  # all of them are whole
         journal_path(study).unlink(missing_ok=True)
     return found

@@ -3,8 +3,8 @@
 import gc
 import json
 import multiprocessing
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -112,12 +112,22 @@ def answer(
 ) -> None:
     """Send what a function returns, or the last line of its error, to the other end."""
     SIZE.update(size)
-    gc.freeze()  # as train.py does
     try:
-        found = function(*arguments)
+        with frozen():
+            found = function(*arguments)
     except Exception as error:  # whatever it is, it is what the study reports
         found = {"error": str(error).strip().splitlines()[-1]}
     connection.send(found)
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Keep what is imported out of the collector's way, as train.py does."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # else nanobind complains at the end of Python
 
 
 def kill_all(parent: psutil.Process) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from demo_store import CLOUD
@@ -30,7 +31,7 @@ def make_stores() -> None:
     rows = round(180 / SIZE["resolution"]) + 1
     columns = 2 * rows - 2
     for layout, (times, height, width, shard_times) in LAYOUTS.items():
-        flags = ["--store", BUCKETS / store_key(layout)]
+        flags = ["--store", store_path(layout)]
         flags += ["--days", SIZE["days"]]
         flags += ["--resolution", SIZE["resolution"]]
         flags += ["--chunk", times, height or rows, width or columns]
@@ -43,6 +44,11 @@ def run_make_store(*flags: object) -> None:
     command = [sys.executable, CLOUD / "make_store.py", *map(str, flags)]
     if subprocess.run(command).returncode:
         sys.exit(2)
+
+
+def store_path(layout: str) -> Path:
+    """A layout's store on this disk."""
+    return BUCKETS / store_key(layout)
 
 
 def store_key(layout: str) -> str:

@@ -18,7 +18,7 @@ from evaluation import NETWORK
 from studies.journal import FOLDER
 from studies.measuring import Case, take_turns
 from studies.server import BUCKETS
-from studies.stores import full_or_quick, run_make_store, store_key
+from studies.stores import QUICK, SIZE, full_or_quick, run_make_store, store_path
 
 # Slots, and patches of a block. A run would not use up 128 blocks of 32 patches.
 GRID = [*product((1, 8, 32), (8, 32)), (128, 8)]
@@ -30,10 +30,10 @@ def shuffle(repeats: int) -> list[dict]:
     The same store of 1 degree, from this disk, by chapter 3's train.py and by this one, with
     as many seeds as repeats.
     """
-    if full_or_quick(True, False):
+    if SIZE != QUICK:
         run_make_store()
     small = BUCKETS / "buckets" / SMALL.removeprefix("s3://")
-    store = full_or_quick(small, BUCKETS / store_key("whole maps"))
+    store = full_or_quick(small, store_path("whole maps"))
     steps = ["--max-steps", 4, "--validate-every", 2, "--patch-size", 16]
     steps = full_or_quick(["--max-steps", 200], steps)
     grid = full_or_quick(GRID, [(8, 8)])
