@@ -27,6 +27,7 @@ from studies.processes import dask_modes, persistent, sweep, workers
 from studies.stores import QUICK, SIZE, make_stores
 from studies.whole_runs import command, describe_command, shuffle
 
+MORE_WORKERS_THAN_CORES = "This DataLoader will create"
 # Each takes the number of repeats and returns rows. The command comes first, because a
 # program's peak memory counts that of the process that starts it.
 STUDIES = {
@@ -48,10 +49,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
     args = parse_studies(__doc__.splitlines()[0], list(STUDIES), 3, argv)
     if args.quick:
         SIZE.update(QUICK)
-    for beginning in (
-        *KNOWN_WARNINGS,
-        "This DataLoader will create",
-    ):  # more than cores
+    for beginning in (*KNOWN_WARNINGS, MORE_WORKERS_THAN_CORES):
         warnings.filterwarnings("ignore", beginning)
     make_stores()
     found = {}

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from block_loader import BlockOrder
+from block_order import BlockOrder
 from command_line import call_with_store, run
 from data import Data, PatchDataset
 from datamodule import warn_of_rereading

@@ -1,6 +1,4 @@
-"""Levelled work: each step needs a few new blocks, instead of all in some steps and none in
-the others.
-"""
+"""Levelled work: each step needs a few new blocks, and none needs all of them."""
 
 import os
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from time import perf_counter
 import numpy as np
 from matplotlib.figure import Figure
 
-from block_loader import BlockOrder, batch_number
+from block_order import BlockOrder
 from datamodule import WindDataModule
 from studies.measuring import Case, cpu_seconds, take_turns
 from studies.server import LATENCIES, Server, serve
@@ -23,21 +21,17 @@ from task import make_datamodule
 BATCHES = (8, 32)
 SLOTS_PER_SAMPLE = 4  # train.py's default
 PATCHES_PER_BLOCK = 8
-FILLED = (
-    SLOTS_PER_SAMPLE * PATCHES_PER_BLOCK
-)  # steps, after which each slot has changed
+# Steps, after which each slot has changed its block once.
+FILLED = SLOTS_PER_SAMPLE * PATCHES_PER_BLOCK
 SETTLED = FILLED + 8  # the steps between train already, so that reads are as far ahead
 
 
 class AtOnceOrder(BlockOrder):
     """Every slot begins with its block's first sample: all change blocks at once."""
 
-    def address(self, step: int, k: int) -> tuple[int, int]:
-        batch = batch_number(step, self.skipped)
-        slot = batch % self.steps_per_round * self.batch_size + k
-        given_before = batch // self.steps_per_round
-        reads_before, patch = divmod(given_before, self.patches_per_block)
-        return reads_before * self.slots + slot, patch
+    @property
+    def phases(self) -> np.ndarray:
+        return np.zeros(self.slots, int)
 
 
 ORDERS = {"all slots at once": AtOnceOrder, "levelled": BlockOrder}
@@ -80,7 +74,7 @@ class OrderedLoader:
             patches_per_block=PATCHES_PER_BLOCK,
         )
         usual = make_datamodule(options, data)
-        self.order = ORDERS[name](**vars(usual.order))
+        self.order = ORDERS[name](**asdict(usual.order))
         module = WindDataModule(
             data,
             options=asdict(options),

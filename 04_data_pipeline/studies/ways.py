@@ -37,17 +37,13 @@ Step = Callable[[dict], None]
 class Way(NamedTuple):
     """A way to make batches; the defaults are the final loader."""
 
-    reads: str = (
-        "blocks"  # or "batch": all its reads at once; "naive"; "Dask": naive with it
-    )
+    reads: str = "blocks"  # "batch": all its reads at once; "naive"; "Dask": with it
     layout: str = "whole maps"
     num_workers: int = 0
     patches_per_block: int = 8
     prefetch_factor: int = 2
     start_method: str = "forkserver"
-    scheduler: str = (
-        "threads"  # Dask's: also "synchronous", "processes", a cluster's address
-    )
+    scheduler: str = "threads"  # Dask's; "synchronous", "processes", or an address
 
 
 NAIVE = Way("naive")
