@@ -29,10 +29,10 @@ def wait(repeats: int) -> list[dict]:
     cases = []
     with serve(max(LATENCIES)) as server:
         step = make_step(server)
-        for name, way, warm_up, steps in runs:
+        for name, way, warm_up, measured in runs:
             labels = {"loader": name, "num_workers": way.num_workers}
             labels["warm_up"] = warm_up
-            work = partial(time_waits, way, server, step, warm_up, steps)
+            work = partial(time_waits, way, server, step, warm_up, measured)
             cases.append(Case(labels, work))
         return take_turns("wait", cases, repeats)
 
