@@ -24,7 +24,7 @@ from studies.ladder import ladder
 from studies.levelled import describe_levelled, levelled, plot_levelled
 from studies.measuring import frozen
 from studies.processes import dask_modes, persistent, sweep, workers
-from studies.stores import QUICK, SIZE, make_stores
+from studies.stores import LAYOUTS, QUICK, SIZE, make_stores
 from studies.whole_runs import command, describe_command, shuffle
 
 MORE_WORKERS_THAN_CORES = "This DataLoader will create"
@@ -42,6 +42,8 @@ STUDIES = {
     "shuffle": shuffle,
     "levelled": levelled,
 }
+# The layouts that a study reads, if not whole maps alone.
+STORES = {"command": [], "ladder": list(LAYOUTS)}
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
@@ -51,11 +53,11 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
         SIZE.update(QUICK)
     for beginning in (*KNOWN_WARNINGS, MORE_WORKERS_THAN_CORES):
         warnings.filterwarnings("ignore", beginning)
-    make_stores()
     found = {}
     for study in STUDIES:
         if study not in args.studies:
             continue
+        make_stores(STORES.get(study, ["whole maps"]))
         with frozen():
             found[study] = STUDIES[study](args.repeats)
         for row in found[study]:

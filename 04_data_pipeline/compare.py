@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         SIZE.update(QUICK)
         args.repeats = 1
         seconds = 0.1
-    make_stores()
+    make_stores(["whole maps"])
     cases = list_cases(names, args.quick)
     rows = make_rows(measure_in_turn(cases, args.repeats, seconds))
     show(rows)

@@ -4,7 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from block_order import BlockOrder, fit_slots
-
 from climatology import describe_shares, require_months
 from data import Data, Grid
 from datamodule import WindDataModule

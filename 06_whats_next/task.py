@@ -15,10 +15,10 @@ from math import isnan, prod
 from pathlib import Path
 
 import torch
-from block_order import BlockOrder, Window, fit_slots
 from lightning.pytorch import Callback, Trainer
 
 import evaluation
+from block_order import BlockOrder, Window, fit_slots
 from climatology import describe_shares, require_months
 from data import Data, Grid, PatchDataset
 from datamodule import WindDataModule

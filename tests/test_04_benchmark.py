@@ -39,8 +39,8 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
         for module in (found.server, found.stores):
             patch.setattr(module, "BUCKETS", folder / "buckets")
         patch.setattr(found.stores, "run_make_store", lambda *flags: make_store.main(list(map(str, flags))))
-        found.stores.make_stores()
-        patch.setattr(found.benchmark, "make_stores", lambda: None)
+        found.stores.make_stores(found.stores.LAYOUTS)
+        patch.setattr(found.benchmark, "make_stores", lambda layouts: None)
         yield found
 
 

@@ -37,7 +37,7 @@ def script(make_small_store, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
         patch.setattr(server, "BUCKETS", buckets)
         patch.setattr(script, "LATENCY_MS", 0)
-        patch.setattr(script, "make_stores", lambda: None)
+        patch.setattr(script, "make_stores", lambda layouts: None)
         for size in (stores.SIZE, stores.QUICK):
             for name, value in SIZE.items():
                 patch.setitem(size, name, value)

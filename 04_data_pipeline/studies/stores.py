@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ def full_or_quick(full: Any, quick: Any) -> Any:
     return quick if SIZE == QUICK else full
 
 
-def make_stores() -> None:
+def make_stores(layouts: Iterable[str]) -> None:
     """Make the stores that are missing, all from the files that the first of them makes."""
     rows = round(180 / SIZE["resolution"]) + 1
     columns = 2 * rows - 2
-    for layout, (times, height, width, shard_times) in LAYOUTS.items():
+    for layout in layouts:
+        times, height, width, shard_times = LAYOUTS[layout]
         flags = ["--store", store_path(layout)]
         flags += ["--days", SIZE["days"]]
         flags += ["--resolution", SIZE["resolution"]]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from block_order import BlockOrder
 from lightning.fabric import Fabric
 from torch.utils.data import default_collate
 
 from block_loader import BlockLoader
+from block_order import BlockOrder
 from data import Data, Grid, PatchDataset, PatchMaker, Reader
 from datamodule import WindDataModule, count_readers
 from fields import split_times

@@ -63,7 +63,7 @@ def test_each_sample_of_every_block_comes_once_in_an_epoch_and_in_order() -> Non
         for slot, number, patch in in_turn(order, steps_of(order, 3)):
             given[slot].append((number, patch))
         assert len(given) == order.slots
-        for slot, samples in given.items():
+        for samples in given.values():
             first, phase = samples[0]
             reads = range(first, first + 1 + order.slots * len(samples), order.slots)
             complete = product(reads, range(order.patches_per_block))
