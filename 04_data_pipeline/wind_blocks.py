@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 
+from block_order import BlockRead
 from data import PatchMaker, Sample
 from sampling import draw_patches
 from store import FieldReader
@@ -13,8 +14,9 @@ class WindBlocks:
     """Blocks of whole maps: one time, or all times of a chunk that has several.
 
     A block gives `patches_per_block` patches, of its times in turn. With fewer patches than
-    times, an epoch leaves times out; the constructor prints a note. Share `reader` with
-    nothing else: all that it reads is counted as the training's.
+    times, an epoch has some of the times and the next epoch the next ones; the constructor
+    prints a note. Share `reader` with nothing else: all that it reads is counted as the
+    training's.
     """
 
     def __init__(self, maker: PatchMaker, reader: FieldReader, patches_per_block: int):
@@ -31,12 +33,11 @@ class WindBlocks:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def read_block(self, block: int, rng: np.random.Generator) -> list[Sample]:
-        """The patches of a block, drawn by `rng`. The maps themselves are not kept."""
-        times = self.blocks[block]
-        shuffled = rng.permutation(times)
-        drawn = np.resize(shuffled, self.patches_per_block)  # in turn, again and again
-        patches = draw_patches(rng, drawn, self.maker.space)
+    def read_block(self, read: BlockRead) -> list[Sample]:
+        """The patches of a block. The maps themselves are not kept."""
+        times = self.blocks[read.block]
+        drawn = times[read.deal(len(times), self.patches_per_block)]
+        patches = draw_patches(read.rng, drawn, self.maker.space)
         names = self.reader.variables
         size = self.maker.space.size
         values = np.empty((len(patches), len(names), size, size), "float32")

@@ -82,8 +82,8 @@ def set_slots(args: argparse.Namespace) -> None:
     check_batch_size(args)
     if args.shuffle_slots is None:  # whatever the workers: they decide no result
         args.shuffle_slots = 4 * args.batch_size
-    if args.shuffle_slots % args.batch_size:
-        remedy = f"give a multiple of --batch-size {args.batch_size}"
+    if args.shuffle_slots % args.batch_size and args.batch_size % args.shuffle_slots:
+        remedy = f"give a multiple or a divisor of --batch-size {args.batch_size}"
         refuse(f"--shuffle-slots {args.shuffle_slots}: {remedy}")
 
 

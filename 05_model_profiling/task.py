@@ -3,7 +3,8 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from block_loader import BlockOrder
+from block_order import BlockOrder, fit_slots
+
 from climatology import describe_shares, require_months
 from data import Data, Grid
 from datamodule import WindDataModule
@@ -78,7 +79,7 @@ def make_datamodule(
     maker = data.maker(data.training, options.patch_size)
     reader = data.reader.counted_apart()  # the training's requests are its own
     blocks = WindBlocks(maker, reader, per_block)
-    slots = options.shuffle_slots
+    slots = fit_slots(options.shuffle_slots, len(blocks), options.batch_size)
     order = BlockOrder(
         blocks=len(blocks),
         batch_size=options.batch_size,

@@ -7,7 +7,8 @@ import sys
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from block_loader import BlockLoader, BlockOrder
+from block_loader import BlockLoader
+from block_order import BlockOrder
 from clock import TimedLoader
 from data import Data, PatchDataset
 from steps import StepSampler
@@ -83,7 +84,7 @@ class WindDataModule(LightningDataModule):
         if rank == 0:
             per_round = self.order.steps_per_round * accumulate
             warn_of_rereading(options.num_workers, per_round)
-            warn_of_few_blocks(self.order)
+            warn_of_few_blocks(self.order, options.shuffle_slots)
         if not options.num_workers:
             return TimedLoader(loader, batch_size=None)
         multiprocessing.set_forkserver_preload(PRELOADED)
@@ -121,15 +122,12 @@ def warn_of_rereading(num_workers: int, batches_per_round: int) -> None:
     print(f"{note}; with --num-workers {fewer} it is read once", file=sys.stderr)
 
 
-def warn_of_few_blocks(order: BlockOrder) -> None:
-    """Say so if there are more slots than blocks, so that slots hold the same block."""
-    if order.slots <= order.blocks:
+def warn_of_few_blocks(order: BlockOrder, wanted: int) -> None:
+    """Say so if there are fewer blocks than slots are wanted."""
+    if order.slots == wanted:
         return
-    samples = order.blocks * order.patches_per_block
     blocks = "1 block" if order.blocks == 1 else f"{order.blocks} blocks"
-    note = f"note: {blocks} for --shuffle-slots {order.slots}"
-    note += ": several slots hold patches of the same block"
-    fewer = order.blocks // order.batch_size * order.batch_size
-    remedy = f"give --shuffle-slots {fewer}," if fewer else "give"
-    remedy += " more --patches-per-block, or a store of smaller chunks"
+    note = f"note: {blocks} for --shuffle-slots {wanted}: {order.slots} are used"
+    samples = order.blocks * order.patches_per_block
+    remedy = "give more --patches-per-block, or a store of smaller chunks"
     print(f"{note}; an epoch has {samples} samples; {remedy}", file=sys.stderr)

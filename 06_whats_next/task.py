@@ -15,10 +15,10 @@ from math import isnan, prod
 from pathlib import Path
 
 import torch
+from block_order import BlockOrder, Window, fit_slots
 from lightning.pytorch import Callback, Trainer
 
 import evaluation
-from block_loader import BlockOrder, Window
 from climatology import describe_shares, require_months
 from data import Data, Grid, PatchDataset
 from datamodule import WindDataModule
@@ -102,7 +102,7 @@ def make_datamodule(
     maker = data.maker(data.training, options.patch_size)
     reader = data.reader.counted_apart()  # the training's requests are its own
     blocks = WindBlocks(maker, reader, per_block)
-    slots = options.shuffle_slots
+    slots = fit_slots(options.shuffle_slots, len(blocks), options.batch_size)
     order = BlockOrder(
         blocks=len(blocks),
         batch_size=options.batch_size,

@@ -41,7 +41,7 @@ WINDS = HERE.parent / "01_setup/data/navy_winds.nc"
 ORDERS = "same", "shuffled", "draws", "pinned", "blocks"
 SHARES = 0.1, 0.25, 0.5, 0.75, 0.9, 1.0  # of the data's bytes that a cache may hold
 RANKS = (1, 0.5), (2, 0.5), (8, 1 / 16), (8, 1 / 8), (8, 0.5)  # how many; the share each may hold
-BLOCK_PATCHES, LANES = 8, 16  # of the order "blocks"
+BLOCK_PATCHES, SLOTS = 8, 16  # of the order "blocks"
 ITEM_BYTES = 64  # any: hits are counted, not timed
 MAP, PATCH = (361, 720), 64  # cells: a map of 0.5 degrees, which is a chunk, and a side of a patch
 CACHES = ("none", 0.0), ("memory", 1.0), ("disk", 1.0), ("decoded", 1.0)  # budget: share of the decoded bytes
@@ -103,8 +103,8 @@ def shuffled(items: int, kept: int) -> float:
 def expected(order: str, items: int, kept: int) -> float:
     """Expected hits in one of ORDERS."""
     at_random, share = shuffled(items, kept), kept / items
-    # Of a block's P patches all but the first find it there, if the cache has room for the blocks of all lanes.
-    blocks = (at_random + (BLOCK_PATCHES - 1) * (kept >= LANES)) / BLOCK_PATCHES
+    # Of a block's P patches all but the first find it there, if the cache has room for the blocks of all slots.
+    blocks = (at_random + (BLOCK_PATCHES - 1) * (kept >= SLOTS)) / BLOCK_PATCHES
     return {"same": float(kept == items), "shuffled": at_random, "blocks": blocks}.get(order, share)
 
 
@@ -123,7 +123,7 @@ def epoch(order: str, items: int, rng: np.random.Generator) -> np.ndarray:
         return rng.integers(items, size=items)
     shuffle = rng.permutation(items)
     if order == "blocks":  # as in chapter 4: so many blocks side by side, P patches of each in turn
-        return np.tile(shuffle.reshape(-1, 1, LANES), (1, BLOCK_PATCHES, 1)).ravel()
+        return np.tile(shuffle.reshape(-1, 1, SLOTS), (1, BLOCK_PATCHES, 1)).ravel()
     return shuffle
 
 
@@ -326,7 +326,7 @@ def draw(rows: list[dict]) -> Figure:
     }
     for order, (curve, marker, color, label) in looks.items():
         dots = [(row["share"], row["hits"]) for row in rows if row.get("order") == order]
-        first = dots[0][0] if order == "blocks" else 0  # which need room for all lanes
+        first = dots[0][0] if order == "blocks" else 0  # which need room for all slots
         axes.plot(share[share >= first], curve[share >= first], color=color)
         size = 4 if marker == "P" else 8  # the pinned one lies upon another
         how = {"color": color, "markersize": size, "linestyle": "", "zorder": 12 - size, "label": label}
@@ -365,7 +365,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     add("--save-results", action="store_true", help="write results/caches.json and its picture")
     args = parser.parse_args(argv)
     if args.items < 48 or args.items % 48:
-        parser.error(f"--items {args.items}: give a multiple of 48, which {LANES} lanes and 8 ranks divide")
+        parser.error(f"--items {args.items}: give a multiple of 48, which {SLOTS} slots and 8 ranks divide")
     limited = {
         "seed": (0, 2**32),
         "epochs": (2, 10_000),

@@ -52,6 +52,7 @@ HANDED_ON = {
     "04_data_pipeline": [
         "arguments.py",
         "block_loader.py",
+        "block_order.py",
         "checkpoints.py",
         "checks.py",
         "chunking.py",
@@ -377,15 +378,10 @@ def what_changes_table(old: str, new: str, reasons: dict[str, str]) -> str:
     return _markdown_table(["Definition", "What", "Why"], rows)
 
 
-def files_table(
-    old: str, new: str, reasons: dict[str, str], carried: bool = True, left_out: tuple[str, ...] = ()
-) -> str:
-    """The table of the Python files in a chapter's folder: new, changed, or carried from the old folder.
+def files_table(old: str, new: str, reasons: dict[str, str]) -> str:
+    """The table of the Python files in a chapter's folder that are new, or changed from the old folder.
 
-    If `carried` is False, the carried ones are left out, and so are those that the page names elsewhere.
-
-    `reasons` must name each new or changed file, and may name carried ones. Its order is that of the rows,
-    and the files that it does not name come last. A file that only the old folder has is not listed.
+    `reasons` must name each of them, and may name carried ones. A key may name several files, of one kind.
     """
     paths = {path.name: path for path in files("*.py") if path.parent == ROOT / new}
     kinds = {}
@@ -398,16 +394,18 @@ def files_table(
         else:
             kinds[name] = "changed"
 
-    kinds = {name: kind for name, kind in kinds.items() if name not in left_out}
-    unexplained = [name for name, kind in kinds.items() if kind != "carried" and name not in reasons]
+    groups = {tuple(names.split()): why for names, why in reasons.items()}
+    named = [name for names in groups for name in names]
+    unexplained = [name for name, kind in kinds.items() if kind != "carried" and name not in named]
     wrong = [f"no reason for {name} ({kinds[name]})" for name in unexplained]
-    wrong += [f"there is no {name}" for name in (*reasons, *left_out) if name not in paths]
+    wrong += [f"there is no {name}" for name in named if name not in paths]
+    wrong += [f"{names} differ in kind" for names in groups if len({kinds.get(name) for name in names}) > 1]
     if wrong:
         raise ValueError(f"{old} -> {new}: {'; '.join(wrong)}")
-    order = [*reasons, *(name for name in kinds if name not in reasons)]
-    if not carried:
-        order = [name for name in order if kinds[name] != "carried"]
-    rows = [[f"[`{name}`]({_target(paths[name])})", kinds[name], reasons.get(name, "")] for name in order]
+    rows = []
+    for names, why in groups.items():
+        links = [f"[`{name}`]({_target(paths[name])})" for name in names]
+        rows.append([", ".join(links), kinds[names[0]], why])
     return _markdown_table(["File", "What", "Why"], rows)
 
 

@@ -160,24 +160,17 @@ def _interrupt_self() -> None:
 def _poison_read(number: int) -> None:
     """Let chapter 6 find 1e25 m/s in what it cuts from the block that is read under this number."""
     import wind_blocks
-    from block_loader import BlockOrder
 
-    poisoned, cut, draw = [], wind_blocks.WindBlocks.read_block, BlockOrder.rng
+    cut = wind_blocks.WindBlocks.read_block
 
-    def note_rng(self, read: int):
-        rng = draw(self, read)
-        if read == number:
-            poisoned.append(rng)
-        return rng
-
-    def read_block(self, block: int, rng):
-        samples = cut(self, block, rng)
-        if any(rng is one for one in poisoned):
+    def read_block(self, read):
+        samples = cut(self, read)
+        if read.number == number:
             for sample in samples:
                 sample.values[:] = 1e25
         return samples
 
-    BlockOrder.rng, wind_blocks.WindBlocks.read_block = note_rng, read_block
+    wind_blocks.WindBlocks.read_block = read_block
 
 
 def _spoil_gradient(number: int) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
-from block_loader import BlockLoader, BlockOrder
+from block_loader import BlockLoader
+from block_order import BlockOrder
 
 
 def make_order(blocks=40, batch_size=4, slots=8, patches_per_block=3, seed=0) -> BlockOrder:

@@ -1,16 +1,13 @@
-"""Chapter 5's measurements: what they count, what they refuse, and that both studies run."""
+"""Chapter 5's comparison of whole trainings: which it runs, and what it refuses."""
 
-import json
 from collections.abc import Iterator
 from types import ModuleType
 
 import book
-import numpy as np
 import pytest
 from runs import load
 
 CHAPTER = book.ROOT / "05_model_profiling"
-thorough = pytest.mark.thorough
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +19,7 @@ def script() -> Iterator[ModuleType]:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("nope", "nope: no such study; choose from command, loaders"),
+        ("nope", "nope: no such study; choose from training"),
         ("--repeats 0", "--repeats 0: give at least 1"),
         ("--quick --save-results", "--save-results: --quick finds nothing worth keeping"),
     ],
@@ -30,40 +27,42 @@ def script() -> Iterator[ModuleType]:
 def test_bad_input_is_refused_before_anything_runs(
     flags: str, message: str, script: ModuleType, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr(script, "STUDIES", dict.fromkeys(script.STUDIES))  # calling one would fail
+    monkeypatch.setattr(script, "train", None)  # calling it would fail
     with pytest.raises(SystemExit, match="2"):
         script.main(flags.split())
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_picture_counts_the_blocks_that_the_loader_reads(script: ModuleType) -> None:
-    """New blocks of each step, by the rule of either chapter: equally many in all."""
-    steps = np.arange(32, 96)
-    row = {"batch_size": 16, "slots": 64}
-    even = script.count_new_blocks(row | {"loader": "chapter 5"}, steps)
-    at_once = script.count_new_blocks(row | {"loader": "chapter 4"}, steps)
-    assert even == [2] * 64
-    assert at_once == ([16] * 4 + [0] * 28) * 2
+def test_trainings_take_turns_and_are_compared_in_each_turn(script: ModuleType, monkeypatch) -> None:
+    """On a machine that slows down to a half after the first turn, every ratio is as before."""
+    rates = iter([10.0, 20.0, 30.0, 5.0, 10.0, 15.0])
+    begun = []
+
+    def train(command: list) -> dict:
+        begun.append(command)
+        rmse = {"U-Net": {"m/s": 1.0}}
+        return {"samples_per_second": next(rates), "data_wait_share": 0.1, "rmse": rmse}
+
+    monkeypatch.setattr(script, "train", train)
+    monkeypatch.setattr(script, "has_bf16", lambda on_gpu: True)
+    rows = script.compare_trainings(2, ["--max-steps", "4"])
+    folders = [command[0].parent.name for command in begun]
+    assert folders == 2 * ["04_data_pipeline", "05_model_profiling", "05_model_profiling"]
+    assert all(command[-2:] == ["--max-steps", "4"] for command in begun)
+    assert [row["times_faster"] for row in rows] == [
+        dict.fromkeys(("median", "min", "max"), ratio) for ratio in (1.0, 2.0, 3.0)
+    ]
 
 
-def test_the_spread_is_over_the_repeats_and_the_percentiles_within_one(script: ModuleType) -> None:
-    rates = {"samples_per_second": 1.0, "cpu_ms_per_sample": 2.0, "requests_per_sample": 0.25}
-    steps = np.arange(101) / 1e3
-    times = {"waits": steps, "makings": steps, "steps": steps}
-    slower = {name: 3 * value for name, value in times.items()}
-    row = script.summarise([rates | times, rates | slower])
-    assert row["steps_p95_ms"] == pytest.approx({"median": 190, "min": 95, "max": 285})
-    assert row["waits_median_ms"] == pytest.approx({"median": 100, "min": 50, "max": 150})
+def test_without_instructions_for_bfloat16_it_leaves_that_training_out(
+    script: ModuleType, monkeypatch
+) -> None:
+    monkeypatch.setattr(script, "has_bf16", lambda on_gpu: False)
+    assert script.find_trainings() == ["chapter 4", "this chapter"]
 
 
-@thorough
-def test_the_quick_form_of_both_studies(script: ModuleType, capsys) -> None:
-    """A store is made, both chapters' loaders read from it, alone and beside training; the command runs."""
-    found = script.main(["--quick", "--repeats", "1"])
-    rows = {(row["loader"], row["batch_size"], row["training"]): row for row in found["loaders"]}
-    assert len(rows) == len(found["loaders"]) == 8
-    for row in found["loaders"]:
-        assert row["steps_slowest_ms"]["median"] >= row["steps_median_ms"]["median"] > 0
-        json.dumps(row)
-    assert found["command"][0]["summary"]["steps"] == 4
-    assert isinstance(script.plot_loaders(found["loaders"]), script.Figure)
+@pytest.mark.thorough
+def test_the_quick_form_runs_both_chapters(script: ModuleType) -> None:
+    rows = script.main(["--quick", "--repeats", "1"])
+    assert [row["training"] for row in rows][:2] == ["chapter 4", "this chapter"]
+    assert all(row["summary"]["steps"] == 4 for row in rows)

@@ -50,7 +50,7 @@ def first_batch(data) -> list:
     patches = []
     for k in range(BATCH):
         read, number = data.order.address(0, k)
-        samples = data.blocks.read_block(data.order.block(read), data.order.rng(read))
+        samples = data.blocks.read_block(data.order.read(read))
         patches.append(samples[number].patch)
     return patches
 

@@ -178,6 +178,9 @@ def test_every_changed_file_and_definition_needs_a_reason(
     assert "| changed | it is two |" in book.files_table(
         "01_one", "02_two", {"model.py": "a network", "train.py": "it is two"}
     )
+    assert "| changed |" not in book.files_table("02_two", "02_two", {"train.py model.py": "both"})
+    with pytest.raises(ValueError, match="differ in kind"):
+        book.files_table("01_one", "02_two", {"train.py model.py": "both"})
     with pytest.raises(ValueError, match=r"no reason for a \(changed\); b did not change"):
         book.what_changes_table("01_one/train.py", "02_two/train.py", {"b": "why"})
 

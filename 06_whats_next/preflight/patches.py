@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from block_order import BlockOrder
 from lightning.fabric import Fabric
 from torch.utils.data import default_collate
 
-from block_loader import BlockLoader, BlockOrder
+from block_loader import BlockLoader
 from data import Data, Grid, PatchDataset, PatchMaker, Reader
 from datamodule import WindDataModule, count_readers
 from fields import split_times
@@ -68,7 +69,7 @@ def add_up_memory(fabric: Fabric, options: Options, block: int) -> Memory:
     batch_size = options.batch_size
     per_block = options.patches_per_block
     order = BlockOrder(
-        blocks=1,
+        blocks=options.shuffle_slots,  # at least: then most is held
         batch_size=batch_size,
         slots=options.shuffle_slots,
         patches_per_block=per_block,

@@ -4,10 +4,10 @@ import time
 from typing import Any
 
 import torch
+from block_order import Window
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from block_loader import Window
 from errors import CheckpointError, print_note
 from survival.checkpoints import BackgroundWriter, step_name
 from survival.determinism import (

@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 
 import torch
+from block_order import Window, batch_number
 from torch import distributed
 
 from arguments import require_same, take_over
-from block_loader import Window, batch_number
 from errors import CheckpointError, DataError, first_line, print_note
 from location import Location
 from options import RESUME_KEYS, STORE_DEFAULTS, Options

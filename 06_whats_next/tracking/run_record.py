@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from block_order import Window
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from block_loader import Window
 from checks import check_folder
 from config_file import make_flags
 from errors import CheckpointError, DataError, print_note, refuse

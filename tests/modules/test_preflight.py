@@ -12,7 +12,8 @@ import block_loader
 import numpy as np
 import pytest
 import torch
-from block_loader import BlockLoader, BlockOrder
+from block_loader import BlockLoader
+from block_order import BlockOrder, BlockRead
 from datamodule import count_readers
 from fields import split_times
 from location import Location
@@ -262,6 +263,12 @@ def test_the_remedy_for_memory_fits() -> None:
 class Block:
     """The samples of a block. Unlike a list, it can be referred to weakly."""
 
+    def __init__(self, number: int):
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.number
+
     def __getitem__(self, n: int) -> int:
         return n
 
@@ -278,8 +285,8 @@ def test_the_loader_holds_no_more_blocks_than_are_counted(case: tuple, monkeypat
         monkeypatch.setattr(block_loader, "get_worker_info", lambda place=place: place)
         alive: weakref.WeakSet = weakref.WeakSet()
 
-        def read_block(block: int, rng: np.random.Generator, alive=alive) -> Block:
-            samples = Block()
+        def read_block(read: BlockRead, alive=alive, number=per_block) -> Block:
+            samples = Block(number)
             alive.add(samples)
             return samples
 

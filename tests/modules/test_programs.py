@@ -66,7 +66,7 @@ def test_a_search_in_two_processes_that_is_killed_goes_on(tmp_path: Path) -> Non
 
 def test_the_readmes_loader_of_other_data_brings_pairs_of_successive_states() -> None:
     """The pairs are the same each time. The example is the README's Python block below a comment."""
-    text = (book.ROOT / "05_model_profiling/README.md").read_text()
+    text = (book.ROOT / "04_data_pipeline/README.md").read_text()
     example = re.search(r"<!-- other data -->\s*```python\n(.*?)\n```", text, re.DOTALL)
     names = {"__name__": "other_data"}
     exec(example[1], names)

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from block_loader import BlockOrder, Window, batch_number
+from block_order import BlockOrder, Window, batch_number
 from errors import CheckpointError, DataError
 from options import Options
 from survival.checkpoints import CheckpointFolder, step_name, step_names

@@ -15,6 +15,7 @@ import pytest
 import store
 import torch
 import xarray as xr
+from block_order import BlockRead
 from errors import DataError
 from location import Location
 from made_up_winds import COLUMNS, DIMS, MAP, ROWS, flags_for, make_datamodule, reader_of, write
@@ -81,7 +82,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> list:
 def test_a_run_opens_its_store_once(folder: Path, connected: list) -> None:
     """For climatology, training, validation and test together."""
     made = make_datamodule(flags_for(folder / "whole"))
-    made.blocks.read_block(0, np.random.default_rng(0))
+    made.blocks.read_block(BlockRead(0, 0, 0, seed=0))
     for patches in (made.validation, made.test):
         patches[0, 0]
     assert len(connected) == 1
@@ -109,12 +110,12 @@ def test_what_the_training_reads_is_counted_and_nothing_else(folder: Path) -> No
     assert len(made.validation.__getitems__([(0, k) for k in range(3)])) == 3
     assert blocks.reader.traffic.counts() == (0, 0, 0)
 
-    samples = blocks.read_block(2, np.random.default_rng(0))
+    samples = blocks.read_block(BlockRead(2, 2, 0, seed=0))
     objects = [folder / f"whole/{name}/c/2/0/{column}" for name in ("u", "v") for column in (0, 1)]
     size = sum(path.stat().st_size for path in objects)
     assert blocks.make_batch(samples)["traffic"].tolist() == [OBJECTS, size, 0, len(samples)]
     assert blocks.make_batch(samples[:3])["traffic"].tolist() == [0, 0, 0, 3]
-    blocks.read_block(2, np.random.default_rng(0))
+    blocks.read_block(BlockRead(2, 2, 0, seed=0))
     assert blocks.make_batch(samples)["traffic"].tolist() == [OBJECTS, size, 0, len(samples)]
     assert blocks.reader.traffic.counts() == (2 * OBJECTS, 2 * size, 0)
 
@@ -181,7 +182,7 @@ def test_a_sparse_store_is_read_with_the_flag_and_is_refused_without(
     with pytest.raises(DataError, match=said):
         make_datamodule(flags_for(path))
     made = make_datamodule(flags_for(path, "--missing-chunks", "fill"))
-    made.blocks.read_block(6, np.random.default_rng(0))
+    made.blocks.read_block(BlockRead(6, 6, 0, seed=0))
     traffic = made.blocks.reader.traffic
     assert traffic.counts() == (2, (path / "u/c/6/0/0").stat().st_size, 1)
     assert traffic.missing == {"v/c/6/0/0"}
@@ -204,7 +205,7 @@ def test_a_missing_chunk_of_zarr_format_2_is_refused(
     made = make_datamodule(flags_for(path))
     (path / "v/3.0.0").unlink()
     with pytest.raises(DataError, match=f"v o[fn] 1982-01-31T00:00: {message}"):
-        made.blocks.make_batch(made.blocks.read_block(3, np.random.default_rng(0)))
+        made.blocks.make_batch(made.blocks.read_block(BlockRead(3, 3, 0, seed=0)))
 
 
 @pytest.mark.parametrize("dim", DIMS)

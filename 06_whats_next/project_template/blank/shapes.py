@@ -8,10 +8,10 @@ import multiprocessing
 
 import numpy as np
 import torch
+from block_order import Window, batch_number
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from block_loader import Window, batch_number
 from clock import TimedLoader
 from steps import StepSampler
 from workers import start_worker

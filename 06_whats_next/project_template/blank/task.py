@@ -10,9 +10,9 @@ what they ask of it, and refuses what it can see. It cannot see whether
 from collections.abc import Callable
 from dataclasses import asdict
 
+from block_order import Window
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from block_loader import Window
 from errors import DataError
 from location import Location
 from model import Classifier
