@@ -22,9 +22,10 @@ MIXED = "--batch-size 4 --shuffle-slots 8 --patches-per-block".split()
 @pytest.fixture(scope="module", autouse=True)
 def rooms() -> Iterator[None]:
     """The chapter's modules, under their own names while these tests run."""
-    global block_loader, data, sampling, wind_blocks
+    global block_loader, block_order, data, sampling, wind_blocks
     with book.rooms("04_data_pipeline"):
         import block_loader
+        import block_order
         import data
         import sampling
         import wind_blocks
@@ -137,8 +138,8 @@ def test_memory_is_bounded_by_the_slots_and_what_is_read_ahead(
     """However long the run is. Of maps only the patches are there."""
     blocks, held, read_block = [], [], wind_blocks.WindBlocks.read_block
 
-    def watched(self, block: int, rng: np.random.Generator) -> list:
-        samples = read_block(self, block, rng)
+    def watched(self, read: block_order.BlockRead) -> list:
+        samples = read_block(self, read)
         values = samples[0].values.base  # of all patches of the block
         assert values.shape == (per_block, 2, SIZE, SIZE)
         blocks.append(weakref.ref(values))

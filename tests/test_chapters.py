@@ -341,7 +341,7 @@ def test_a_model_is_loaded_from_a_checkpoint_alone(alone: Alone) -> None:
 SECRET = "5e4d5ec4e7"
 IN_ENVIRONMENT = "it may hold credentials.* give them in the environment"
 BAD_INPUT = {
-    "--shuffle-slots 12 --batch-size 8": "--shuffle-slots 12: give a multiple of --batch-size 8",
+    "--shuffle-slots 12 --batch-size 8": "--shuffle-slots 12: give a multiple or a divisor of --batch-size 8",
     "--max-steps 0": "argument --max-steps: 0: too small; give at least 1",
     "--max-steps many": "argument --max-steps: 'many': give a whole number",
     "--learning-rate nan": "argument --learning-rate: nan: not finite; give a number",
@@ -422,7 +422,7 @@ def test_a_block_that_cannot_be_used_is_named_and_ends_the_run(
 ) -> None:
     """And all of its workers. It is the first block."""
     data = make_datamodule([*SMALL, "--store", store])
-    (time,) = data.blocks.blocks[data.order.block(0)]
+    (time,) = data.blocks.blocks[data.order.read(0).block]
     period = data.blocks.maker.period
     position, date = period.positions[time], str(period.dates[time])[:10]
     damaged = shutil.copytree(store, tmp_path / "store")
