@@ -88,13 +88,13 @@ def rmse(folder: Path) -> dict[str, float]:
     return summary(folder)["rmse"]["U-Net"]
 
 
-def run_readers_command(chapter: Path, steps: int, folder: Path) -> str:
+def run_readers_command(chapter: Path, steps: int, folder: Path, *flags: object) -> str:
     """Type `python train.py` in a chapter's folder, writing to another; return what it printed.
 
     AssertionError unless it succeeds, warns of nothing, draws, and leaves no process.
     """
     before = programs.running()
-    command = [sys.executable, "train.py", "--output-dir", folder]
+    command = [sys.executable, "train.py", "--output-dir", folder, *flags]
     command += ["--max-steps", str(steps)] if steps != 200 else []  # 200 is the default
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:  # a pipe would wait for all
         ended = subprocess.run(command, cwd=chapter, stdout=out, stderr=err)

@@ -22,16 +22,25 @@ import zarr
 from alone import Alone, contents
 from made_up_winds import make_datamodule, make_winds, write
 
-CHAPTERS = ["05_model_profiling", "06_whats_next"]
+CHAPTERS = ["04_data_pipeline", "05_model_profiling", "06_whats_next"]
+ANOTHER_FAILED = (2, "train.py: error: another rank failed, or does not answer; its own")
 LAST_TO_LIVE = {  # the exit code of rank 0, and what it says, when it has lost rank 1
-    "05_model_profiling": (2, "train.py: error: another rank failed, or does not answer; its own"),
+    "04_data_pipeline": ANOTHER_FAILED,
+    "05_model_profiling": ANOTHER_FAILED,
     "06_whats_next": (1, r"rank 1 \(process \d+ on \S+\) (is gone|does not answer)"),
 }
 WAITS = {"06_whats_next": {"wait_for_writes": True}}  # else a kill may come before a checkpoint is there
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 4".split()
-SMALL += "--checkpoint-every 2 --log-every 1 --patches-per-block 2".split()
+# Slots give several samples, and take new blocks before the checkpoint and after it.
+SMALL += "--checkpoint-every 2 --log-every 1 --shuffle-slots 8 --patches-per-block 2".split()
 thorough = pytest.mark.thorough
+
+
+def in_gate(*chapters: str) -> pytest.MarkDecorator:
+    """The gate runs a test in these chapters only: in the others, the same bytes are tested again."""
+    each = [name if name in chapters else pytest.param(name, marks=thorough) for name in CHAPTERS]
+    return pytest.mark.parametrize("chapter", each, indirect=True)
 
 
 @pytest.fixture(scope="module", params=CHAPTERS, autouse=True)
@@ -105,7 +114,9 @@ def still_running(before: list[psutil.Process]) -> list[psutil.Process]:
 )
 def test_the_readers_command(chapter: Path, steps: int, at_most: float, tmp_path: Path) -> None:
     """It makes the small store if it is not there, serves it, trains, and leaves no process."""
-    printed = runs.run_readers_command(chapter, steps, tmp_path)
+    # Optimal interpolation takes most of a minute, once for all chapters.
+    kept = book.ROOT / CHAPTERS[0] / "outputs/climatology"
+    printed = runs.run_readers_command(chapter, steps, tmp_path, "--climatology-dir", kept)
     assert runs.check_summary(printed) <= at_most
     requests = float(re.search(r"([\d.]+) requests and [\d.]+ MB for a sample\n", printed)[1])
     assert requests == pytest.approx(runs.summary(tmp_path)["requests_per_sample"], abs=0.05)
@@ -124,6 +135,7 @@ def test_the_folder_copied_alone_trains_on_a_store_with_statistics(alone: Alone)
     assert alone.written_elsewhere() == []
 
 
+@in_gate("04_data_pipeline", "06_whats_next")
 def test_without_statistics_it_computes_a_climatology_once_and_keeps_it(
     chapter: Path, store: Path, alone: Alone, tmp_path: Path
 ) -> None:
@@ -247,21 +259,22 @@ def test_ranks_that_begin_at_different_steps_are_an_error(
 
 DECIDES = "variables level missing missing_chunks constant_cells train_times validation_times test_times patch_size".split()
 DECIDES += "batch_size accumulate_grad_batches patches_per_block shuffle_slots max_steps".split()
-DECIDES += "learning_rate seed padding precision".split()
+DECIDES += "learning_rate seed".split()
 
 
 def test_a_run_is_not_resumed_with_another_value_of_what_decides_its_end(
-    store: Path, alone: Alone, tmp_path: Path
+    chapter: Path, store: Path, alone: Alone, tmp_path: Path
 ) -> None:
     """It would end at weights that no undisturbed run has."""
     import train
     from errors import CheckpointError
     from options import RESUME_KEYS, STORE_DEFAULTS
 
-    assert sorted(RESUME_KEYS) == sorted(DECIDES)
+    decides = DECIDES if chapter.name == "04_data_pipeline" else [*DECIDES, "padding", "precision"]
+    assert sorted(RESUME_KEYS) == sorted(decides)
     checkpoint = runs.last_checkpoint(alone.output)
     options = parse("--store", store, "--resume", checkpoint, "--output-dir", tmp_path / "run")
-    for name in DECIDES:
+    for name in decides:
         flag, before = f"--{name.replace('_', '-')}", getattr(options, name)
         if before is None:
             before = STORE_DEFAULTS.get(name)
@@ -271,6 +284,7 @@ def test_a_run_is_not_resumed_with_another_value_of_what_decides_its_end(
     assert list(tmp_path.iterdir()) == []
 
 
+@in_gate("04_data_pipeline", "06_whats_next")
 def test_a_store_that_has_grown_moves_no_period_of_a_run_that_goes_on(chapter: Path, tmp_path: Path) -> None:
     """The periods and the size of a patch are those that the store had when the run began."""
     winds = make_winds()[["u", "v"]]
@@ -327,7 +341,7 @@ def test_a_model_is_loaded_from_a_checkpoint_alone(alone: Alone) -> None:
 SECRET = "5e4d5ec4e7"
 IN_ENVIRONMENT = "it may hold credentials.* give them in the environment"
 BAD_INPUT = {
-    "--shuffle-slots 12 --batch-size 8": "--shuffle-slots 12: give a multiple of --batch-size 8",
+    "--shuffle-slots 12 --batch-size 8": "--shuffle-slots 12: give a multiple or a divisor of --batch-size 8",
     "--max-steps 0": "argument --max-steps: 0: too small; give at least 1",
     "--max-steps many": "argument --max-steps: 'many': give a whole number",
     "--learning-rate nan": "argument --learning-rate: nan: not finite; give a number",
@@ -377,7 +391,10 @@ def test_each_number_has_its_least_value(name: str, capsys) -> None:
 
 
 def test_four_batches_are_mixed_whatever_the_workers() -> None:
-    assert [parse("--num-workers", workers).shuffle_slots for workers in (0, 3)] == [16, 16]
+    from options import parse_options
+
+    flags = ["--batch-size", "4", "--num-workers"]
+    assert [parse_options("", [*flags, workers]).shuffle_slots for workers in "03"] == [16, 16]
 
 
 def put_hole(store: Path, position: int) -> None:
@@ -405,7 +422,7 @@ def test_a_block_that_cannot_be_used_is_named_and_ends_the_run(
 ) -> None:
     """And all of its workers. It is the first block."""
     data = make_datamodule([*SMALL, "--store", store])
-    (time,) = data.blocks.blocks[data.order.block(0)]
+    (time,) = data.blocks.blocks[data.order.read(0).block]
     period = data.blocks.maker.period
     position, date = period.positions[time], str(period.dates[time])[:10]
     damaged = shutil.copytree(store, tmp_path / "store")
@@ -422,6 +439,7 @@ def test_a_block_that_cannot_be_used_is_named_and_ends_the_run(
     assert not (tmp_path / "run/summary.json").exists()
 
 
+@in_gate("06_whats_next")
 @pytest.mark.timeout(100)  # the default of --retry-timeout is 120
 def test_a_bucket_that_is_gone_ends_the_loader_and_its_threads_when_no_more_is_retried(store: Path) -> None:
     from errors import DataError

@@ -1,20 +1,53 @@
-"""The network's loss, learning rate and metric."""
+"""The network's shapes and edges, its loss, learning rate and metric: chapter 4's, and that of 5 and 6."""
 
 from itertools import pairwise
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
+import book
 import numpy as np
 import pytest
 import torch
-from model import Batch, FillGaps, learning_rate_factor
+
+MODELS = {}
+for chapter in ("04_data_pipeline", "06_whats_next"):
+    with book.rooms(chapter):
+        import model
+
+        MODELS[chapter] = model
+Batch = dict[str, torch.Tensor]
 
 
-def make_module(**more: object) -> FillGaps:
+@pytest.fixture(params=MODELS, autouse=True)
+def chapters_model(request) -> ModuleType:
+    """The module model.py, of one chapter after the other."""
+    global model
+    model = MODELS[request.param]
+    return model
+
+
+def make_module(**more: object) -> torch.nn.Module:
     """A LightningModule of two winds, that no Trainer holds."""
     winds = {"std": [2.0, 3.0], "units": {"m/s": [0, 1]}}
-    module = FillGaps(**({"learning_rate": 1e-3, "max_steps": 10, "seed": 0} | winds | more))
+    module = model.FillGaps(**({"learning_rate": 1e-3, "max_steps": 10, "seed": 0} | winds | more))
     module.on_train_start()
     return module
+
+
+@pytest.mark.parametrize(("variables", "height", "width"), [(1, 16, 16), (2, 12, 20), (3, 16, 4)])
+def test_each_cell_of_each_variable_is_predicted(variables: int, height: int, width: int) -> None:
+    network = make_module(std=[1.0] * variables)
+    found = network(torch.zeros(5, variables + 1, height, width))
+    assert found.shape == (5, variables, height, width)
+
+
+def test_beyond_its_edge_a_patch_of_chapter_4_goes_on_and_later_on_demand() -> None:
+    """Then the network of a field without a feature has none at the edge."""
+    field = torch.tensor([0.5, -0.2, 1.0]).double().view(1, 3, 1, 1).expand(-1, -1, 16, 16)
+    later = [{"padding": "replicate"}, {"padding": "zeros"}]
+    for chosen in [{}] if model is MODELS["04_data_pipeline"] else later:
+        found = make_module(**chosen).double()(field)
+        goes_on = chosen != {"padding": "zeros"}
+        assert torch.allclose(found, found[..., :1, :1]) == goes_on, chosen
 
 
 def batch_of(shares: tuple[float, ...]) -> Batch:
@@ -27,10 +60,10 @@ def batch_of(shares: tuple[float, ...]) -> Batch:
     return {"input": inputs, "target": target, "unseen": unseen, "weight": unseen / 2}
 
 
-def take_step(module: FillGaps, pieces: list[Batch]) -> tuple[list[torch.Tensor], float]:
+def take_step(module: torch.nn.Module, pieces: list[Batch], ranks: int = 1):
     """One step on these micro-batches, as Lightning calls it: the gradients and the loss."""
     logged = {}
-    module._trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=len(pieces))
+    module._trainer = SimpleNamespace(world_size=ranks, accumulate_grad_batches=len(pieces))
     module.log = lambda name, value, **_: logged.update({name: value.item()})
     module.zero_grad()
     for number, piece in enumerate(pieces):
@@ -53,6 +86,22 @@ def test_the_loss_is_one_mean_over_all_unseen_cells_in_micro_batches_too() -> No
         torch.testing.assert_close(gradients, list(expected), rtol=1e-6, atol=1e-9)
 
 
+def test_ranks_divide_by_the_count_of_all(monkeypatch) -> None:
+    """DDP averages their gradients, and each logs the loss of the global batch."""
+    batch = batch_of((0.9, 0.1, 0.5, 0.3))
+    expected, loss = take_step(make_module().double(), [batch])
+    halves = [{name: part[a:b] for name, part in batch.items()} for a, b in ((0, 1), (1, 4))]
+    everything = torch.stack(
+        [model.masked_sums(make_module().double()(half["input"]), half) for half in halves]
+    )
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums: sums.copy_(everything.detach().sum(0)))
+    each = [take_step(make_module().double(), [half], ranks=2) for half in halves]
+    assert [logged for _, logged in each] == [pytest.approx(loss)] * 2
+    mean = [(one + other) / 2 for one, other in zip(*(gradients for gradients, _ in each))]
+    torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-9)
+
+
 def test_a_batch_without_an_unseen_cell_teaches_nothing() -> None:
     gradients, loss = take_step(make_module().double(), [batch_of((0.0,))])
     assert loss == 0
@@ -70,13 +119,13 @@ def test_the_sums_of_a_step_are_in_no_checkpoint_and_are_not_broadcast() -> None
 
 @pytest.mark.parametrize("max_steps", [1, 5, 205])
 def test_the_learning_rate_rises_for_a_tenth_of_the_run_and_ends_at_zero(max_steps: int) -> None:
-    factors = [learning_rate_factor(step, max_steps) for step in range(max_steps)]
+    factors = [model.learning_rate_factor(step, max_steps) for step in range(max_steps)]
     warmup = max(1, max_steps // 10)
     np.testing.assert_allclose(factors[:warmup], (1 + np.arange(warmup)) / warmup)
     assert all(before > after for before, after in pairwise(factors[warmup:]))
     assert 0 <= factors[-1] <= 1
     if max_steps > 1:  # PyTorch asks once more, after the last step
-        assert learning_rate_factor(max_steps, max_steps) == pytest.approx(0, abs=1e-9)
+        assert model.learning_rate_factor(max_steps, max_steps) == pytest.approx(0, abs=1e-9)
 
 
 def test_the_rmse_of_each_unit_is_that_of_a_plain_sum(monkeypatch) -> None:
