@@ -195,6 +195,11 @@ def _take_out(names: set[str]) -> dict[str, ModuleType]:
 _open_rooms: str | None = None
 
 
+def rooms_are_open() -> bool:
+    """Whether a block of `rooms` has been entered."""
+    return _open_rooms is not None
+
+
 @contextmanager
 def rooms(folder: str) -> Iterator[None]:
     """Make the files of one chapter's folder importable by their own names, within a block.

@@ -6,9 +6,11 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
+import book
 import numpy as np
 import programs
 import pytest
@@ -23,15 +25,16 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def load(script: str | Path, name: str) -> ModuleType:
-    """Import a script of the book under a name of its own; it finds the modules beside it."""
+    """Import a script of the book under a name of its own; it finds the modules beside it, and leaves none.
+
+    Where rooms are open already, it must need no module beside it, or be of their folder.
+    """
     path = programs.ROOT / script
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))
-    try:
+    folder = path.parent.relative_to(programs.ROOT).as_posix()
+    with nullcontext() if book.rooms_are_open() else book.rooms(folder):
         spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
     return module
 
 

@@ -44,8 +44,6 @@ def script(tmp_path_factory: pytest.TempPathFactory):
     make_store = runs.load("03_cloud_data/make_store.py", "make_store_of_patterns")
     make_store.HERE = folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(CHAPTER))
-        patch.delitem(sys.modules, "train", raising=False)
         script = runs.load("03_cloud_data/read_patterns.py", "read_patterns_under_test")
         patch.setattr(script, "LAYOUTS", LAYOUTS)
         patch.setattr(script, "LATENCIES", (5,))
@@ -60,7 +58,6 @@ def script(tmp_path_factory: pytest.TempPathFactory):
             script.make_stores(arguments())
         patch.setattr(script, "make_stores", lambda args: None)
         yield script
-        del sys.modules["train"]
 
 
 def arguments(**other: object) -> argparse.Namespace:
