@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 
-import numpy as np
 from block_loader import BlockLoader
-from block_order import BlockOrder
+from block_order import BlockOrder, BlockRead
 
 
 def make_order(blocks=40, batch_size=4, slots=8, patches_per_block=3, seed=0) -> BlockOrder:
@@ -32,10 +31,10 @@ class Numbers:
         self.order = order
         self.read: list[tuple[int, int]] = []
 
-    def read_block(self, block: int, rng: np.random.Generator) -> list[tuple]:
-        drawn = int(rng.integers(2**62))
-        self.read.append((block, drawn))
-        return [(block, drawn, n) for n in range(self.order.patches_per_block)]
+    def read_block(self, read: BlockRead) -> list[tuple]:
+        drawn = int(read.rng.integers(2**62))
+        self.read.append((read.block, drawn))
+        return [(read.block, drawn, n) for n in range(self.order.patches_per_block)]
 
     def make_batch(self, samples: list[tuple]) -> list[tuple]:
         return samples
@@ -43,9 +42,10 @@ class Numbers:
     def loader(self, batches: list, **reading: int) -> BlockLoader:
         return BlockLoader(self.order, batches, self.read_block, self.make_batch, **reading)
 
-    def key(self, read: int) -> tuple[int, int]:
+    def key(self, number: int) -> tuple[int, int]:
         """What `read` lists of a read."""
-        return self.order.block(read), int(self.order.rng(read).integers(2**62))
+        read = self.order.read(number)
+        return read.block, int(read.rng.integers(2**62))
 
     def evaluate(self, batches: list) -> list[list[tuple]]:
         """The batches as the order defines them, without a loader."""

@@ -1,7 +1,6 @@
 """Chapter 3's measurements: what each way to read asks a server for, when, and that all of them read the same."""
 
 import argparse
-import sys
 from itertools import cycle, islice, product
 from pathlib import Path
 from types import SimpleNamespace

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from block_order import BlockRead
 from made_up_winds import COLUMNS, LAND, ROWS, SIZE, flags_for, make_datamodule, make_winds, with_land, write
 from store import FieldReader
 
@@ -84,7 +85,7 @@ def test_a_sample_is_the_patch_of_its_block_which_costs_its_objects_once(
     positions = blocks.maker.period.positions
     drawn, corners, crossing, masked = set(), set(), 0, 0
     for block, times in enumerate(blocks.blocks):
-        samples = blocks.read_block(block, np.random.default_rng(block))
+        samples = blocks.read_block(BlockRead(block, block, 0, seed=0))
         batch = blocks.make_batch(samples)
         assert len(samples) == 4
         for k, (patch, _) in enumerate(samples):
@@ -103,17 +104,20 @@ def test_a_sample_is_the_patch_of_its_block_which_costs_its_objects_once(
     assert masked
 
 
-@pytest.mark.parametrize("per_block", [2, 6])
-def test_all_times_of_a_chunk_are_drawn_equally_often(per_block: int, make_data, monkeypatch) -> None:
-    """In one read, they differ by one patch at most; over many reads by chance only, even with fewer patches."""
+@pytest.mark.parametrize("per_block", [2, 3, 6])
+def test_every_time_of_a_chunk_is_drawn_before_one_is_drawn_again(
+    per_block: int, make_data, monkeypatch
+) -> None:
+    """Over epochs: with fewer patches than times, an epoch has some of them, and the next one the next."""
     blocks = make_data("times", "--patches-per-block", per_block).blocks
     monkeypatch.setattr(FieldReader, "read", lambda *_: np.zeros((4, ROWS, COLUMNS)))
-    drawn = np.zeros((100, 4), int)
-    for seed in range(100):
-        for sample in blocks.read_block(0, np.random.default_rng(seed)):
-            drawn[seed, sample.patch.time] += 1
-    assert np.ptp(drawn, axis=1).max() <= 1
-    assert np.ptp(drawn.sum(axis=0)) < 40  # if the first were preferred, they would have up to 100 more
+    drawn = []
+    for epoch in range(12):
+        samples = blocks.read_block(BlockRead(99 * epoch, 0, epoch, seed=0))
+        drawn += [sample.patch.time for sample in samples]
+    rounds = np.array(drawn[: len(drawn) // 4 * 4]).reshape(-1, 4)
+    assert (np.sort(rounds) == np.sort(rounds[0])).all()
+    assert len({tuple(one) for one in rounds.tolist()}) > 3  # in another order each time
 
 
 def test_no_map_is_kept(make_data, monkeypatch) -> None:
@@ -127,7 +131,7 @@ def test_no_map_is_kept(make_data, monkeypatch) -> None:
 
     blocks = make_data("times").blocks
     monkeypatch.setattr(FieldReader, "read", watched)
-    samples = blocks.read_block(0, np.random.default_rng(0))
+    samples = blocks.read_block(BlockRead(0, 0, 0, seed=0))
     assert len(samples) == 4
     assert len(maps) == 2
     assert all(reference() is None for reference in maps)
