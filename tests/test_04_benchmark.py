@@ -207,7 +207,7 @@ def test_a_wrong_flag_is_named_before_anything_runs(
 
 def test_levelled_work_needs_as_many_blocks_in_every_step(studies: SimpleNamespace) -> None:
     steps = range(32, 96)
-    shape = {"blocks": 40, "batch_size": 16, "slots": 64, "patches_per_block": 8, "seed": 0}
+    shape = {"blocks": 80, "batch_size": 16, "slots": 64, "patches_per_block": 8, "seed": 0}
     orders = {name: order(**shape) for name, order in studies.levelled.ORDERS.items()}
     counts = {name: studies.levelled.count_new_blocks(order, steps) for name, order in orders.items()}
     assert counts == {"levelled": [2] * 64, "all slots at once": ([16] * 4 + [0] * 28) * 2}

@@ -9,6 +9,7 @@ from pathlib import Path
 import book
 import numpy as np
 import pytest
+import torch
 from made_up_winds import COLUMNS, ROWS, SIZE, flags_for, make_datamodule, make_winds, write
 from numbered_blocks import AtOnce
 from runs import load
@@ -156,6 +157,16 @@ def test_memory_is_bounded_by_the_slots_and_what_is_read_ahead(
     assert len(blocks) >= 10 * slots
     assert slots < max(held) <= slots + (loader.depth + 1) * new
     assert all(block() is None for block in blocks)
+
+
+def test_beyond_its_edge_a_patch_goes_on() -> None:
+    """So the network of a field without a feature has none at the edge. Chapter 5 pads with zeros."""
+    import model
+
+    module = model.FillGaps([1.0, 1.0], {"m/s": [0, 1]}, learning_rate=1e-3, max_steps=10, seed=0)
+    field = torch.tensor([0.5, -0.2, 1.0]).double().view(1, 3, 1, 1).expand(-1, -1, 16, 16)
+    found = module.double()(field)
+    assert torch.allclose(found, found[..., :1, :1])
 
 
 # ---------------------------------------------------------------------------------------- as in chapter 3

@@ -50,11 +50,11 @@ def test_each_order_hits_as_often_as_expected() -> None:
     assert max(row["standard_error"] for row in rows) < 0.02
 
 
-def test_blocks_need_room_for_all_lanes() -> None:
+def test_blocks_need_room_for_all_slots() -> None:
     rng = np.random.default_rng(0)
     epochs = [entry.epoch("blocks", ITEMS, rng) for _ in range(3)]
-    assert max(hits(entry.CacheStore, entry.LANES - 1, epochs, ITEMS)) < 1 / entry.BLOCK_PATCHES
-    assert min(hits(entry.CacheStore, entry.LANES, epochs, ITEMS)) >= 1 - 1 / entry.BLOCK_PATCHES
+    assert max(hits(entry.CacheStore, entry.SLOTS - 1, epochs, ITEMS)) < 1 / entry.BLOCK_PATCHES
+    assert min(hits(entry.CacheStore, entry.SLOTS, epochs, ITEMS)) >= 1 - 1 / entry.BLOCK_PATCHES
 
 
 @pytest.mark.parametrize("order", ["same", "shuffled", "blocks"])

@@ -1,28 +1,14 @@
-"""The network's shapes and edges, its loss, learning rate and metric: chapter 4's, and that of 5 and 6."""
+"""The network's shapes and edges, its loss, learning rate and metric."""
 
 from itertools import pairwise
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
-import book
+import model
 import numpy as np
 import pytest
 import torch
 
-MODELS = {}
-for chapter in ("04_data_pipeline", "06_whats_next"):
-    with book.rooms(chapter):
-        import model
-
-        MODELS[chapter] = model
 Batch = dict[str, torch.Tensor]
-
-
-@pytest.fixture(params=MODELS, autouse=True)
-def chapters_model(request) -> ModuleType:
-    """The module model.py, of one chapter after the other."""
-    global model
-    model = MODELS[request.param]
-    return model
 
 
 def make_module(**more: object) -> torch.nn.Module:
@@ -40,14 +26,12 @@ def test_each_cell_of_each_variable_is_predicted(variables: int, height: int, wi
     assert found.shape == (5, variables, height, width)
 
 
-def test_beyond_its_edge_a_patch_of_chapter_4_goes_on_and_later_on_demand() -> None:
+@pytest.mark.parametrize(("padding", "goes_on"), [("replicate", True), ("zeros", False)])
+def test_beyond_its_edge_a_patch_goes_on_if_it_is_asked_to(padding: str, goes_on: bool) -> None:
     """Then the network of a field without a feature has none at the edge."""
     field = torch.tensor([0.5, -0.2, 1.0]).double().view(1, 3, 1, 1).expand(-1, -1, 16, 16)
-    later = [{"padding": "replicate"}, {"padding": "zeros"}]
-    for chosen in [{}] if model is MODELS["04_data_pipeline"] else later:
-        found = make_module(**chosen).double()(field)
-        goes_on = chosen != {"padding": "zeros"}
-        assert torch.allclose(found, found[..., :1, :1]) == goes_on, chosen
+    found = make_module(padding=padding).double()(field)
+    assert torch.allclose(found, found[..., :1, :1]) == goes_on
 
 
 def batch_of(shares: tuple[float, ...]) -> Batch:
