@@ -16,7 +16,7 @@ from ladder import serve_store
 # Numbers of CHAPTERS: the first that takes several devices, a store, --eval-samples.
 SEVERAL_DEVICES = 1
 ON_STORE = 2
-IN_MODULES = 4
+IN_MODULES = 3
 BF16 = ["--precision", "bf16-mixed"]
 UNITS = {"MB": 1e6, "GB": 1e9}
 
