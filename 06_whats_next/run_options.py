@@ -9,13 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from precision import set_precision
-
 from arguments import add_options, option
 from checks import check_folder, check_secrets, check_start_method
 from config_file import read_flags
 from devices import set_devices
 from errors import program, refuse
+from precision import set_precision
 
 OUTPUTS = Path(__file__).parent / "outputs"
 
