@@ -67,7 +67,9 @@ def test_each_test_of_a_module_is_in_it_or_is_of_what_is_left_out(projects: dict
     copied = {task: {path.name for path in (projects[task] / "tests").glob("test_*.py")} for task in TASKS}
     of_book = "failing_bucket moving_average programs skill studies".split()
     assert tests - copied["winds"] == {f"test_{name}.py" for name in of_book}
-    of_any_task = "block_loader block_order checkpoints clock diary errors heartbeat plan preemption resume".split()
+    of_any_task = (
+        "block_loader block_order checkpoints clock diary errors heartbeat plan preemption resume".split()
+    )
     of_any_task += "smoke step_times stragglers".split()
     assert copied["blank"] == {f"test_{name}.py" for name in of_any_task}
 
