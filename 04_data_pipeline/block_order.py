@@ -156,9 +156,8 @@ class BlockOrder:
         per_slot = self.samples_per_slot
         slot = batch % self.steps_per_round * self.batch_size + k // per_slot
         given = batch // self.steps_per_round * per_slot + k % per_slot
-        blocks_before, patch = divmod(
-            given + int(self.phases[slot]), self.patches_per_block
-        )
+        given += int(self.phases[slot])
+        blocks_before, patch = divmod(given, self.patches_per_block)
         return blocks_before * self.slots + self.turns[slot], patch
 
     def read(self, number: int) -> BlockRead:

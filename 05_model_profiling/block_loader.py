@@ -65,9 +65,7 @@ class BlockLoader(IterableDataset):
         if worker is not None:
             batches = islice(batches, worker.id, None, worker.num_workers)
         pool = ThreadPoolExecutor(self.threads)
-        current: dict[
-            int, tuple[int, Future]
-        ] = {}  # of each slot: its read, its samples
+        current: dict[int, tuple[int, Future]] = {}  # of each slot: read, samples
         pending: deque[Planned] = deque()
         try:
             for addresses in batches:

@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 import dask
-import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from command_line import make_location
 from data import Data, PatchDataset
 from datamodule import PRELOADED
+from diagnose import OneByOne
 from options import Options
 from steps import StepSampler
 from store import READS_AT_ONCE, FieldReader
@@ -102,16 +102,6 @@ def make_dataset(
 def load_samples(samples: Dataset, options: Options) -> DataLoader:
     batches = StepSampler(options.batch_size, options.max_steps)
     return DataLoader(samples, batch_sampler=batches, **worker_options(options))
-
-
-class OneByOne(Dataset):
-    """The same samples without __getitems__: a DataLoader asks for one after another."""
-
-    def __init__(self, patches: PatchDataset):
-        self.patches = patches
-
-    def __getitem__(self, index: tuple[int, int]) -> dict[str, np.ndarray]:
-        return self.patches[index]
 
 
 def worker_options(options: Options) -> dict:
