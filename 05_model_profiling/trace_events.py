@@ -131,13 +131,15 @@ def find_steps(events: list[dict]) -> tuple[float, float, int]:
     the last one does: whole turns of its loop, all of whose spans are in the trace.
     Otherwise they are torch's own spans of steps.
     """
-    forward = [event for event in events if is_forward(event)]
-    if len(forward) > 1:
+    if any(event["name"].startswith(SPAN) for event in events):
+        forward = [event for event in events if is_forward(event)]
+        if len(forward) < 2:
+            raise ValueError("it has fewer than two training steps")
         ends = sorted(event["ts"] + event["dur"] for event in forward)
         return ends[0], ends[-1], len(ends) - 1
     marks = [event for event in events if is_step(event)]
-    if forward or not marks:
-        raise ValueError("the trace has no whole step")
+    if not marks:
+        raise ValueError("it has no whole step")
     start = min(event["ts"] for event in marks)
     end = max(event["ts"] + event["dur"] for event in marks)
     return start, end, len(marks)
@@ -229,12 +231,12 @@ def count_bytes(args: dict) -> int:
     A trace does not say how large a result is. It is taken to be as large as the inputs
     spread over each other, which is right for sums and products, and too much for others.
     """
-    if "bytes" in args:  # a trace of slowdowns.py
-        return args["bytes"]
+    if "Input Dims" not in args:
+        return args.get("bytes", 0)  # a trace that slowdowns.py has kept has them
     shapes = []
     sizes = []
     items = [0]
-    for shape, kind in zip(args.get("Input Dims", []), args.get("Input type", [])):
+    for shape, kind in zip(args["Input Dims"], args["Input type"]):
         if kind in ITEM_BYTES:
             items.append(ITEM_BYTES[kind])
             shapes.append(shape[::-1])
