@@ -64,7 +64,7 @@ class Machine:
     The default is for traces without a measurement: an operator on the book's machine.
     """
 
-    empty_us: float = 2.4  # microseconds of an operator on one number, with its call
+    empty_us: float = 4.0  # microseconds of an operator on one number, on average
     copy_rate: float | None = None  # bytes/s, read and written by a copy in memory
 
 

@@ -75,10 +75,7 @@ NOT_A_TRACE = (
     RecursionError,
 )
 NAMED_FROM = 0.2  # a smaller share of the time is no fault, but:
-OTHER_LIMITS = {
-    PYTHON: 0.3,  # a small step has some
-    SLOW: 0.12,  # most networks have an operator that could be faster
-}
+OTHER_LIMITS = {PYTHON: 0.3}  # a small step has some
 SHOWN_FROM = 0.0005  # a smaller share would be shown as 0.0%
 
 
