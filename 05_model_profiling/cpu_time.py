@@ -11,7 +11,6 @@ grows little when others use the machine, which time by the clock does.
 """
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 from time import process_time, thread_time

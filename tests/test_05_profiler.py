@@ -22,8 +22,9 @@ HOOK = "[LightningModule]Model.on_train_batch_end"
 @pytest.fixture(scope="module", autouse=True)
 def rooms() -> Iterator[None]:
     """The chapter's modules, under their own names while these tests run."""
-    global memory_curve, model, profiler, slowdowns, step, trace_events, traces, train
+    global cpu_time, memory_curve, model, profiler, slowdowns, step, trace_events, traces, train
     with book.rooms("05_model_profiling"):
+        import cpu_time
         import memory_curve
         import model
         import profiler
@@ -405,6 +406,17 @@ def test_what_is_kept_of_a_trace_says_the_same(tmp_path: Path) -> None:
 def with_process(trace: "traces.Trace") -> "traces.Trace":
     """The trace as torch writes it, with a kind and a process for each event."""
     return trace_events.Trace([event | {"ph": "X", "pid": 1} for event in trace.events], trace.machine)
+
+
+def test_processor_time_is_told_apart_by_who_spends_it() -> None:
+    """In each step 5 ms of the thread that trains, 2 of the others, and 1 of a child; the first steps cost more."""
+    clock = cpu_time.ProcessorTime()
+    for step_number in range(cpu_time.STEPS):
+        early = 1.0 if step_number < cpu_time.SKIPPED else 2.0
+        spent = early + step_number * 0.001
+        clock.seconds.append((5 * spent, 7 * spent, spent))
+    expected = {cpu_time.THREAD: 5, cpu_time.LOADER: 2, cpu_time.SERVER: 1}
+    assert clock.per_step() == pytest.approx(expected)
 
 
 def test_memory_over_time_has_the_peak_of_the_memory_counted() -> None:
