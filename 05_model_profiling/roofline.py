@@ -4,10 +4,12 @@
     uv run python roofline.py --save-results  # and write results/roofline.json and .png
 
 You should see the machine's ceilings (arithmetic in each precision, memory), the share of
-its ceiling that each step reaches (MFU), and the seconds below which no version can fall.
+its ceiling that each step reaches (MFU), the seconds below which its FLOPs cannot fall, and
+the seconds that its traffic takes at most.
 
 FLOPs are torch's count: convolutions and matrix products, forward and backward. Bytes are
-what the operators read and write, if no cache holds anything from one to the next.
+what the operators read and write. The memory moves at most that many: a cache holds some
+from one operator to the next.
 """
 
 import argparse
@@ -108,7 +110,7 @@ def compare(rows: list[dict], ceilings: dict[str, float]) -> None:
         row["mfu"] = rate / ceilings[row["precision"]]
         row["flops_per_byte"] = row["flops"] / row["bytes"]
         row["floor_of_flops"] = row["flops"] / ceilings[row["precision"]]
-        row["floor_of_bytes"] = row["bytes"] / ceilings["memory"]
+        row["floor_of_bytes"] = row["bytes"] / ceilings["memory"]  # no floor: at most
 
 
 def plot_roofline(ceilings: dict[str, float], rows: list[dict]) -> Figure:
@@ -125,7 +127,7 @@ def plot_roofline(ceilings: dict[str, float], rows: list[dict]) -> Figure:
         colour = COLOURS[row["precision"]]
         label = f"{row['step']}: {row['mfu']:.0%} of its roof"
         axes.loglog(*place, marker, color=colour, markersize=9, label=label)
-    axes.set(xlabel="FLOP for each byte read or written", ylabel="GFLOP/s")
+    axes.set(xlabel="FLOP for each byte, if no cache helps", ylabel="GFLOP/s")
     axes.legend(frameon=False)
     return figure
 
@@ -135,9 +137,11 @@ def describe(row: dict) -> str:
     rate = (
         f"{row['flops_per_second'] / 1e9:.0f} GFLOP/s, {row['mfu']:.0%} of the ceiling"
     )
-    floors = f"{row['floor_of_flops']:.3f} s of FLOPs, {row['floor_of_bytes']:.3f} s of bytes"
+    floor = f"FLOPs take at least {row['floor_of_flops']:.3f} s"
+    traffic = f"traffic at most {row['floor_of_bytes']:.3f} s"
     return (
-        f"{row['step']}: {row['seconds']['min']:.3f} s at best, {rate}; floors {floors}"
+        f"{row['step']}: {row['seconds']['min']:.3f} s at best, {rate};"
+        f" {floor}, {traffic}"
     )
 
 

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -32,16 +32,17 @@ from precision import has_bf16
 from profiler import HERE, STEPS, Profile, profile_training
 from results import RESULTS, save_rows
 from step import make_batch
-from traces import (
+from trace_events import (
     COMPILING,
-    COPIES,
     DATA,
-    OVERHEAD,
     READS,
+    Trace,
+    count_bytes,
     find_place,
     is_forward,
     load,
 )
+from traces import COPIES, OVERHEAD, SLOW
 
 BATCH_SIZE = 16
 PATCH_SIZE = 32
@@ -173,7 +174,7 @@ SLOW_DOWNS = {
     "loop": SlowDown(OVERHEAD, SmallOperators),
     "ragged": SlowDown(COMPILING, Compiled, drop_samples),
     "control_bf16": SlowDown("none", precision="bf16-mixed"),
-    "norm_bf16": SlowDown("none", SlowNorm, precision="bf16-mixed"),
+    "norm_bf16": SlowDown(SLOW, SlowNorm, precision="bf16-mixed"),
 }
 
 
@@ -216,28 +217,39 @@ def summarise(name: str, found: Profile) -> dict:
     }
 
 
-def first_turn(raw: list[dict]) -> list[dict]:
+def first_turn(trace: Trace) -> list[dict]:
     """The events of one turn of the loop, with no more than read_trace needs of each."""
-    ends = sorted(event["ts"] + event["dur"] for event in raw if is_forward(event))
+    forward = [event for event in trace.events if is_forward(event)]
+    ends = sorted(event["ts"] + event["dur"] for event in forward)
     kept = []
-    for event in raw:
+    for event in trace.events:
         of_kind = event.get("cat") in ("cpu_op", "user_annotation", "kernel")
         if of_kind and event["ts"] < ends[1] and event["ts"] + event["dur"] >= ends[0]:
             small = {key: event[key] for key in ("name", "cat", "ph", "pid", "tid")}
             small["ts"] = round(event["ts"] - ends[0], 1)
             small["dur"] = round(event["dur"], 1)
-            place = find_place(event["args"].get("Call stack", ""))
-            small["args"] = {"Call stack": place}
+            small["args"] = keep_args(event["args"])
             kept.append(small)
+    return kept
+
+
+def keep_args(args: dict) -> dict:
+    """Of an event, the innermost line and the bytes, if it has them."""
+    kept = {}
+    if place := find_place(args.get("Call stack", "")):
+        kept["Call stack"] = place
+    if moved := count_bytes(args):
+        kept["bytes"] = moved
     return kept
 
 
 def save_trace(name: str, folder: Path) -> None:
     """Keep one turn of the loop in results/traces/."""
-    turn = first_turn(load(folder / name / "trace/rank_0.json.gz"))
+    trace = load(folder / name / "trace/rank_0.json.gz")
+    content = {"machine": asdict(trace.machine), "traceEvents": first_turn(trace)}
     traces = RESULTS / "traces"
     traces.mkdir(exist_ok=True)
-    text = json.dumps({"traceEvents": turn}, separators=(",", ":"))
+    text = json.dumps(content, separators=(",", ":"))
     (traces / f"{name}.json.gz").write_bytes(gzip.compress(text.encode()))
 
 

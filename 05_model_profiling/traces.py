@@ -1,53 +1,50 @@
-"""What a PyTorch trace of Lightning's loop says about the time of a step.
+"""What a PyTorch trace says about the time of a training step.
 
     uv run python traces.py TRACE.json.gz
 
 reads one and prints where a step's time goes, the longest operators and gaps, and faults.
-
-A trace is a list of events with a name, a start and a duration. Lightning's spans begin
-with [pl][profile]; what torch computes are operators, such as aten::convolution. Events lie
-inside each other, so each has a time of its own: the time in which no event inside it runs.
+trace_events.py says what a trace is. Each event has a time of its own: that in which no
+event inside it runs.
 """
 
 import argparse
-import gzip
-import json
+import re
 import zlib
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
-from errors import first_line, refuse
+from trace_events import (
+    CALLBACKS,
+    COLLECTIVES,
+    COMMUNICATION,
+    COMPILING,
+    DATA,
+    PHASES,
+    READS,
+    TRANSFER,
+    Event,
+    Machine,
+    Trace,
+    load,
+    read_events,
+)
 
-DATA = "waiting for data"
-TRANSFER = "copy to the device"
-CALLBACKS = "callbacks, logging, checkpoints"
-READS = "values read by Python"
-COMMUNICATION = "communication"
-COMPILING = "compiling"
-LOOP = "the loop around it"
 COPIES = "copies"
 OVERHEAD = "small operators and Python"
 PYTHON = "Python without operators"
+SLOW = "an operator far below its roof"
+WORK = ""  # no fault
 
-PHASES = {  # by the last word of Lightning's span
-    "train_dataloader_next": DATA,
-    "batch_to_device": TRANSFER,
-    "transfer_batch_to_device": TRANSFER,
-    "training_step": "forward",
-    "backward": "backward",
-    "on_before_optimizer_step": "optimizer",
-    "optimizer_step": "optimizer",
-    "optimizer_zero_grad": "optimizer",
-    "lr_scheduler_step": "optimizer",
-    "save_checkpoint": CALLBACKS,
-}
 ADVICE = {
     DATA: "measure the loader alone; chapter 4's diagnose.py says what it waits for",
     READS: "read several values at once, and every N steps",
     COPIES: "keep one dtype and one order in memory; drop .clone() and .contiguous()",
     OVERHEAD: "one operator on a whole tensor instead of a loop; a larger batch",
     PYTHON: "the advanced profiler's files name the function",
+    SLOW: "another order in memory or dtype for it, if its kernel is slow in this one",
     COMPILING: "equal shapes in each step (drop_last), or compile with dynamic=True",
     COMMUNICATION: "send less, or less often: a larger batch, accumulation",
     CALLBACKS: "do it every N steps",
@@ -59,13 +56,13 @@ COPYING = {
     "aten::clone",
     "aten::contiguous",
 }
-COLLECTIVES = ("c10d::", "_c10d_functional::")
-SPAN = "[pl][profile]"
-SMALL = (
-    50  # microseconds: starting a shorter operator costs about as much as running it
+ONE_PASS = re.compile(  # little more to compute than numbers to read and write
+    r"aten::(.*norm|.*pool|.*upsample|.*_pad|.*softmax|.*dropout|.*[a-z]elu|silu|mish"
+    r"|sigmoid|tanh|where|add|sub|mul|div|sum|mean|neg|sqrt|maximum|minimum|clamp)"
+    r"(\d?d)?(_|$|_backward|_with_indices)"
 )
-ROUNDING = 0.2  # microseconds: events that follow each other may overlap by this
-LONG = 1000  # microseconds: so long a gap is no overhead of operators
+SLOW_TIMES = 8  # as long as the least; sound kernels take up to 5 times
+NEAR = 50  # microseconds: Python so shortly before a read gets its tensor
 NOT_A_TRACE = (
     OSError,
     EOFError,
@@ -77,21 +74,12 @@ NOT_A_TRACE = (
     ArithmeticError,
     RecursionError,
 )
-NAMED_FROM = 0.2  # a smaller share of the time is no fault
-
-
-@dataclass
-class Event:
-    """A span or an operator of the thread that trains; times in microseconds."""
-
-    name: str
-    start: float
-    end: float
-    is_operator: bool = False
-    place: str = ""  # the innermost line outside torch, if the trace has stacks
-    phase: str = LOOP
-    in_optimizer: bool = False  # inside the step of one of torch's
-    inside: list["Event"] = field(default_factory=list)
+NAMED_FROM = 0.2  # a smaller share of the time is no fault, but:
+OTHER_LIMITS = {
+    PYTHON: 0.3,  # a small step has some
+    SLOW: 0.15,  # networks without a fault had up to 0.08
+}
+SHOWN_FROM = 0.0005  # a smaller share would be shown as 0.0%
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,7 @@ class Piece:
     is_last: bool  # the event ends with it
     duration: float  # microseconds
     phase: str
-    cause: str  # of ADVICE; "" where it is work
+    cause: str  # of ADVICE, or WORK: before share_out
     following: str  # what comes next
 
 
@@ -134,96 +122,6 @@ class Report:
         return self.findings[0].cause if self.findings else "none"
 
 
-def load(path: Path) -> list[dict]:
-    """The events of a .json or .json.gz that have a duration."""
-    opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-    with opened as file:
-        events = json.load(file)["traceEvents"]
-    return [event for event in events if event.get("ph") == "X"]
-
-
-def is_forward(event: dict) -> bool:
-    """Whether it is Lightning's span of a training_step."""
-    return (
-        event["name"].startswith(SPAN) and last_word(event["name"]) == "training_step"
-    )
-
-
-def last_word(name: str) -> str:
-    """Of a span: [pl][profile][Strategy]DDPStrategy.backward is backward."""
-    return name.rpartition("]")[2].rpartition(".")[2]
-
-
-def find_place(stack: str) -> str:
-    """The innermost line of a call stack that is not in torch."""
-    elsewhere = ("torch/", "<", "contextlib.py")
-    for line in stack.replace("\\", "/").split(";"):
-        if line and not line.startswith(elsewhere):
-            return line
-    return ""
-
-
-def find_phase(event: Event, around: Event) -> str:
-    """The phase that an event's name tells, or else that of the event around it."""
-    name = event.name
-    if name.startswith(f"{SPAN}[Callback]"):
-        return CALLBACKS
-    if name.startswith(SPAN):
-        return PHASES.get(last_word(name), around.phase)
-    if name.startswith(COLLECTIVES):
-        return COMMUNICATION
-    if name.endswith("(dynamo_timed)"):
-        return COMPILING
-    # torch's optimizers read the count of their steps, which the CPU has.
-    in_other = around.in_optimizer or around.phase == DATA
-    if name == "aten::item" and not in_other:
-        return READS
-    return around.phase
-
-
-def read_events(raw: list[dict]) -> tuple[Event, int]:
-    """The main thread's events, inside one that spans them all, and the number of steps.
-
-    They begin where the first training_step in the trace ends, and end where the last one
-    does: whole turns of Lightning's loop, all of whose spans are in the trace.
-    """
-    forward = [event for event in raw if is_forward(event)]
-    if len(forward) < 2:
-        raise ValueError("the trace has fewer than two training steps")
-    threads = {forward[0]["tid"]}
-    for event in raw:  # with a GPU, the backward pass has a thread of its own
-        if event["name"].startswith("autograd::engine"):
-            threads.add(event["tid"])
-    ends = sorted(step["ts"] + step["dur"] for step in forward)
-    whole = Event("trace", ends[0], ends[-1])
-    around = [whole]
-    for entry in sorted(raw, key=lambda event: (event["ts"], -event["dur"])):
-        of_kind = entry.get("cat") in ("cpu_op", "user_annotation")
-        # torch's own mark of a step begins and ends in the middle of other events.
-        if (
-            not of_kind
-            or entry["tid"] not in threads
-            or "ProfilerStep" in entry["name"]
-        ):
-            continue
-        start = max(entry["ts"], whole.start)
-        end = min(entry["ts"] + entry["dur"], whole.end)
-        if end <= start:
-            continue
-        event = Event(entry["name"], start, end, entry["cat"] == "cpu_op")
-        while event.start >= around[-1].end - ROUNDING and len(around) > 1:
-            around.pop()
-        event.end = min(event.end, around[-1].end)
-        event.in_optimizer = around[-1].in_optimizer and not event.name.startswith(SPAN)
-        event.in_optimizer |= event.name.startswith("Optimizer.step#")
-        if not event.name.startswith(SPAN):  # a span's own lines are Lightning's
-            event.place = find_place(entry["args"].get("Call stack", ""))
-        event.phase = find_phase(event, around[-1])
-        around[-1].inside.append(event)
-        around.append(event)
-    return whole, len(forward) - 1
-
-
 def cut(whole: Event) -> list[Piece]:
     """An event's time in pieces, each with what it was spent on: they add up to the event."""
     pieces = []
@@ -247,39 +145,89 @@ def make_piece(
     """A piece of an event's own time, between two of those inside it."""
     phase = event.phase
     after_send = before is not None and before.phase == COMMUNICATION
-    before_read = after is not None and after.phase == READS and duration < SMALL
+    before_read = after is not None and after.phase == READS and duration < NEAR
     if after_send and phase != DATA:
         phase = COMMUNICATION  # the other ranks are waited for
     elif before_read and phase != DATA:
         phase = READS  # Python that gets the tensor whose value is read
-    cause = ""
+    cause = WORK
     if phase in ADVICE:
         cause = phase
     elif event.name in COPYING and phase != TRANSFER:
         cause = COPIES
-    elif not event.is_operator and duration > LONG:
+    elif not event.is_operator:
         cause = PYTHON
-    elif not event.is_operator or event.end - event.start < SMALL:
-        cause = OVERHEAD
     following = after.name if after else "its end"
     return Piece(event, after is None, duration, phase, cause, following)
 
 
-def find_faults(pieces: list[Piece]) -> list[Finding]:
+def find_faults(pieces: list[Piece], machine: Machine) -> list[Finding]:
     """Causes that take a large share of the time, the largest first."""
     whole = sum(piece.duration for piece in pieces)
     total: Counter[str] = Counter()
     places: dict[str, Counter[str]] = defaultdict(Counter)
-    for piece in pieces:
-        total[piece.cause] += piece.duration
-        place = piece.event.place or piece.event.name
-        places[piece.cause][place] += piece.duration
+    for event, cause, duration in share_out(pieces, machine):
+        total[cause] += duration
+        places[cause][event.place or event.name] += duration
     findings = []
     for cause, duration in total.most_common():
-        if cause and duration > NAMED_FROM * whole:
+        limit = OTHER_LIMITS.get(cause, NAMED_FROM)
+        if cause != WORK and duration > limit * whole:
             place = places[cause].most_common(1)[0][0]
             findings.append(Finding(cause, duration / whole, place))
     return findings
+
+
+def share_out(
+    pieces: list[Piece], machine: Machine
+) -> Iterator[tuple[Event, str, float]]:
+    """Events with a cause and microseconds: the pieces, of which some have two causes.
+
+    An operator costs something however little it computes: as much as an empty one. That
+    much of each operator, and of each time without one, is overhead. The rest is work or,
+    without an operator, Python.
+    """
+    slow = find_slow(pieces, machine)
+    left: dict[int, float] = defaultdict(lambda: machine.empty_us)  # by the event's id
+    for piece in pieces:
+        event = piece.event
+        overhead = 0.0
+        cause = piece.cause
+        if cause == PYTHON:
+            overhead = min(piece.duration, machine.empty_us)
+        elif cause == WORK:
+            overhead = min(piece.duration, left[id(event)])
+            left[id(event)] -= overhead
+            if (event.name, event.bytes_moved) in slow:
+                cause = SLOW
+        yield event, OVERHEAD, overhead
+        yield event, cause, piece.duration - overhead
+
+
+def find_slow(pieces: list[Piece], machine: Machine) -> set[tuple[str, int]]:
+    """Operators that take far longer than their bytes need, each by its name and bytes.
+
+    The least that one needs is the time of an empty operator and of a copy of its bytes.
+    The median counts, because the system may stop any single one for a while. Where the
+    trace has no shapes, or the work is not one pass over the bytes, nothing is known.
+    """
+    if machine.copy_rate is None:
+        return set()
+    own: Counter[int] = Counter()  # by the event's id
+    events = {}
+    for piece in pieces:
+        if piece.event.bytes_moved and ONE_PASS.match(piece.event.name):
+            own[id(piece.event)] += piece.duration
+            events[id(piece.event)] = piece.event
+    times = defaultdict(list)
+    for key, event in events.items():
+        times[event.name, event.bytes_moved].append(own[key])
+    slow = set()
+    for (name, bytes_moved), durations in times.items():
+        least = machine.empty_us + 1e6 * bytes_moved / machine.copy_rate
+        if median(durations) > SLOW_TIMES * least:
+            slow.add((name, bytes_moved))
+    return slow
 
 
 def find_waits(pieces: list[Piece], steps: int) -> list[tuple[str, str, float]]:
@@ -293,10 +241,10 @@ def find_waits(pieces: list[Piece], steps: int) -> list[tuple[str, str, float]]:
     return [(*key, count / steps) for key, count in found.most_common(5)]
 
 
-def measure_busy(raw: list[dict], whole: Event) -> float | None:
+def measure_busy(events: list[dict], whole: Event) -> float | None:
     """The share of the time in which a GPU computes, however much of it."""
     kernels = []
-    for event in raw:
+    for event in events:
         if event.get("cat") == "kernel" and "nccl" not in event["name"]:
             kernels.append(event)
     if not kernels:
@@ -311,9 +259,9 @@ def measure_busy(raw: list[dict], whole: Event) -> float | None:
     return busy / (whole.end - whole.start)
 
 
-def read_trace(raw: list[dict]) -> Report:
+def read_trace(trace: Trace) -> Report:
     """All that a trace says of a step."""
-    whole, steps = read_events(raw)
+    whole, steps = read_events(trace)
     pieces = cut(whole)
     duration = whole.end - whole.start
     phases: Counter[str] = Counter()
@@ -328,8 +276,11 @@ def read_trace(raw: list[dict]) -> Report:
         else:
             gaps.append((piece.phase, piece.duration / 1e3, piece.following))
     gaps.sort(key=lambda gap: -gap[1])
-    busy = measure_busy(raw, whole)
-    findings = find_faults(pieces)
+    busy = measure_busy(trace.events, whole)
+    machine = trace.machine
+    if busy is not None:
+        machine = replace(machine, copy_rate=None)  # that of the CPU
+    findings = find_faults(pieces, machine)
     if busy is not None and busy > 1 - NAMED_FROM:
         findings = []  # whatever the CPU does meanwhile, the GPU does not wait for it
     operators = [
@@ -350,9 +301,11 @@ def read_trace(raw: list[dict]) -> Report:
 def describe(report: Report) -> str:
     """A report as text."""
     lines = [f"{report.steps} steps of {report.step_ms:.1f} ms. Where their time goes:"]
-    order = [*dict.fromkeys(PHASES.values()), READS, COMMUNICATION, COMPILING, LOOP]
+    known = [*PHASES.values(), READS, COMMUNICATION, COMPILING]
+    order = dict.fromkeys([*known, *report.phases])  # then the reader's own
     for phase in order:
-        lines.append(f"  {phase:34}{report.phases.get(phase, 0):6.1%}")
+        if report.phases.get(phase, 0) >= SHOWN_FROM:
+            lines.append(f"  {phase:34}{report.phases[phase]:6.1%}")
     lines.append("Longest operators, by their own time:")
     for name, share, calls in report.operators:
         lines.append(f"  {name:34}{share:6.1%}  {calls:.0f} a step")
@@ -384,10 +337,11 @@ def main(argv: list[str] | None = None) -> Report:
     try:
         report = read_trace(load(args.trace))
     except FileNotFoundError:
-        refuse(f"{args.trace}: no such file; give a trace, such as one in results/")
+        parser.error(f"{args.trace}: no such file; give one that profiler.py wrote")
     except NOT_A_TRACE as error:
-        reason = f"no trace of Lightning's loop ({first_line(error)})"
-        refuse(f"{args.trace}: {reason}; give one that profiler.py wrote")
+        cause = str(error).split("\n")[0] or type(error).__name__
+        remedy = "give one of several steps that profiler.py wrote"
+        parser.error(f"{args.trace}: no trace of a training ({cause}); {remedy}")
     print(describe(report))
     return report
 
