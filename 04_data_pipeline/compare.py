@@ -1,10 +1,10 @@
 """Chapter 4: the same batches from the same bucket, by other libraries and by our loader.
 
-    uv run --group peers python compare.py                  # all readers: half an hour
-    uv run python compare.py ours limit "bare GETs"         # what needs no other library
-    uv run --group peers python compare.py --save-results   # and write results/compare.json
+    uv run python compare.py ours limit "bare GETs"     # what needs no other library
+    uv run --python 3.12 --group peers python compare.py                  # all: half an hour
+    uv run --python 3.12 --group peers python compare.py --save-results   # and results/
 
-insitubatch needs `uv run --python 3.12`. A library that is not installed is left out.
+A library that is not installed is left out: on Python 3.11 that is insitubatch.
 
 A batch is 32 patches of 64 x 64 cells of u and v, cut from whole maps of 0.25 degrees
 behind local_s3.py, which answers after 30 ms. Each reader works in a process of its own, in
@@ -32,7 +32,7 @@ from studies.server import LATENCIES, serve
 from studies.stores import QUICK, SIZE, make_stores, store_flags
 from studies.tree_memory import KIND
 
-COMMAND = "uv run --group peers python compare.py"
+COMMAND = "uv run --python 3.12 --group peers python compare.py"
 LAYOUT = "whole maps"
 LATENCY_MS = max(LATENCIES)
 SECONDS = 5.0  # of each measurement; in 2 s all of the store's maps are read

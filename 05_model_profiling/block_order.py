@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+ORDER_VERSION = 2  # one more whenever the order changes; 1 was before 26 November 2026
 # Numbers of the random streams: each use has its own. The first two are those of sampling.py.
 ORDER_STREAM = 1  # the order of the blocks
 PATCH_STREAM = 2  # what is cut from a block

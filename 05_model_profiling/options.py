@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import add_options, names_that_decide, option
+from block_order import ORDER_VERSION
 from checks import (
     check_folder,
     check_local,
@@ -127,6 +128,10 @@ class TrainingOptions:
     patches_per_block: int = option(8, "cut each time a block is read", decides=True)
     shuffle_slots: int | None = option(
         None, "blocks that are mixed; if not given, four times the batch", decides=True
+    )
+    # A run cannot go on in another order than it began with.
+    block_order: int = option(
+        ORDER_VERSION, "", choices=(ORDER_VERSION,), hidden=True, decides=True
     )
     max_steps: int = option(200, "optimizer steps in the whole run", decides=True)
     learning_rate: float = option(

@@ -259,7 +259,7 @@ def test_ranks_that_begin_at_different_steps_are_an_error(
 
 DECIDES = "variables level missing missing_chunks constant_cells train_times validation_times test_times patch_size".split()
 DECIDES += "batch_size accumulate_grad_batches patches_per_block shuffle_slots max_steps".split()
-DECIDES += "learning_rate seed".split()
+DECIDES += "block_order learning_rate seed".split()
 
 
 def test_a_run_is_not_resumed_with_another_value_of_what_decides_its_end(
