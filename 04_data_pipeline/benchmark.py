@@ -19,6 +19,7 @@ import warnings
 from command_line import KNOWN_WARNINGS
 from results import RESULTS, parse_studies, save_rows
 from studies.final_loader import memory, wait
+from studies.growth import growth
 from studies.journal import journal_path
 from studies.ladder import ladder
 from studies.levelled import describe_levelled, levelled, plot_levelled
@@ -39,11 +40,12 @@ STUDIES = {
     "persistent": persistent,
     "wait": wait,
     "memory": memory,
+    "growth": growth,
     "shuffle": shuffle,
     "levelled": levelled,
 }
 # The layouts that a study reads, if not whole maps alone.
-STORES = {"command": [], "ladder": list(LAYOUTS)}
+STORES = {"command": [], "growth": [], "ladder": list(LAYOUTS)}
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[dict]]:

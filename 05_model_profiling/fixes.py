@@ -24,6 +24,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from memory_curve import measure_memory
 from model import Batch
 from precision import has_bf16
 from results import RESULTS, parse_studies, save_rows, spread
@@ -32,7 +33,6 @@ from step import (
     Fixes,
     Step,
     gradient_difference,
-    held_bytes,
     make_batch,
     run_steps,
     save_snapshot,
@@ -206,7 +206,7 @@ def study_memory(repeats: int, device: torch.device) -> list[dict]:
     }
     steps = {name: Step(fixes, batch, device) for name, fixes in kinds.items()}
     start(steps)
-    peaks = {name: max(held_bytes(step)) for name, step in steps.items()}
+    peaks = {name: max(measure_memory(step).bytes_held) for name, step in steps.items()}
     if device.type == "cuda":
         for name, step in steps.items():
             save_snapshot(step, HERE / "outputs/memory" / f"{name}.pickle")

@@ -3,17 +3,24 @@
 import json
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from step import Step, wait_for
 
 
-def measure_memory(step: Step) -> tuple[list[float], list[int]]:
-    """Milliseconds since the first allocation, and the bytes held from then on.
+class MemoryCurve(NamedTuple):
+    """After each allocation and release: when it was, and what is held."""
 
-    Without what was there before: weights, their moments, the batch. The times are longer
-    than without the profiler that notes them.
+    milliseconds: list[float]  # since the first one
+    bytes_held: list[int]
+
+
+def measure_memory(step: Step) -> MemoryCurve:
+    """What a step's tensors hold, from the profiler, which makes the times longer.
+
+    Without what was there before: weights, their moments, the batch.
     """
     step.optimizer.zero_grad()  # it could not see the release of older gradients
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -36,4 +43,4 @@ def measure_memory(step: Step) -> tuple[list[float], list[int]]:
         total += change
         times.append((time - changes[0][0]) / 1e3)
         held.append(total)
-    return times, held
+    return MemoryCurve(times, held)

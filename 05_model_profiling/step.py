@@ -8,9 +8,7 @@ Written without Lightning, so that nothing but the step is timed.
 """
 
 import ctypes
-import json
 import platform
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -203,31 +201,6 @@ def run_steps(step: Step, count: int) -> float:
         step()
     wait_for(step.device)
     return (perf_counter() - began) / count
-
-
-def held_bytes(step: Step) -> list[int]:
-    """What a step's tensors hold after each allocation and release, in bytes.
-
-    Without what was there before: weights, their moments, the batch. From the profiler.
-    """
-    step.optimizer.zero_grad()  # it could not see the release of older gradients
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if step.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        step()
-        wait_for(step.device)
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profile.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    is_gpu = step.device.type == "cuda"
-    changes = []
-    for event in events:
-        if event.get("name") == "[memory]":
-            on_gpu = event["args"]["Device Type"] == 1
-            if on_gpu == is_gpu:
-                changes.append((event["ts"], event["args"]["Bytes"]))
-    return np.cumsum([change for _, change in sorted(changes)]).tolist()
 
 
 def save_snapshot(step: Step, path: Path) -> None:

@@ -77,7 +77,7 @@ NOT_A_TRACE = (
 NAMED_FROM = 0.2  # a smaller share of the time is no fault, but:
 OTHER_LIMITS = {
     PYTHON: 0.3,  # a small step has some
-    SLOW: 0.15,  # networks without a fault had up to 0.08
+    SLOW: 0.12,  # networks without a fault had up to 0.08
 }
 SHOWN_FROM = 0.0005  # a smaller share would be shown as 0.0%
 

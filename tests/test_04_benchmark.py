@@ -240,7 +240,7 @@ def test_a_process_of_its_own_that_fails_or_hangs_is_reported_and_ended(studies:
 
 @thorough
 def test_every_study_has_a_quick_form(studies: SimpleNamespace) -> None:
-    names = "sweep workers dask persistent wait memory shuffle levelled command".split()
+    names = "sweep workers dask persistent wait memory growth shuffle levelled command".split()
     rows = quick_rows(studies.benchmark, names)
     seconds = {name for row in rows["sweep"] for name in row if name.endswith("_seconds")}
     assert seconds == {"step_seconds", "load_seconds"}
@@ -255,6 +255,9 @@ def test_every_study_has_a_quick_form(studies: SimpleNamespace) -> None:
     assert [row["loader"] for row in rows["wait"]] == ["naive", "final"]
     assert all(len(row["steps"]) == 2 + 4 for row in rows["wait"])
     assert [row["step"] for row in rows["memory"] if "step" in row] == 2 * [10, 20, 30, 40]
+    cases = {(row["index"], row["start_method"]) for row in rows["growth"]}
+    assert len(cases) == len(rows["growth"]) == 6
+    assert all(row["end_of_epoch_mb"] >= row["alone_mb"] > 0 for row in rows["growth"])
     assert [row["shuffle_blocks"] for row in rows["shuffle"]] == [None, 8]
     assert all(math.isfinite(row["validation_rmse"]) for row in rows["shuffle"])
     cases = {(row["order"], row["batch_size"], row["training"]) for row in rows["levelled"]}
@@ -300,3 +303,13 @@ def test_the_committed_memory_is_flat() -> None:
         assert max(found) - min(found) < bound
         third, fourth = median(found[20:30]), median(found[30:])  # maps that are being read come and go
         assert fourth < 1.03 * third, number
+
+
+def test_the_committed_memory_of_workers_grows_with_forked_objects_only() -> None:
+    grown = {}
+    for row in saved("growth"):
+        grown[row["index"], row["start_method"]] = row["end_of_epoch_mb"] - row["first_batch_mb"]
+    assert len(grown) == 6
+    most = max(grown.values())
+    assert grown.pop(("tuples", "fork")) == most
+    assert max(grown.values()) < most / 10, grown

@@ -22,10 +22,11 @@ EXACT |= {"micro_batches": 2}
 @pytest.fixture(scope="module", autouse=True)
 def rooms() -> Iterator[None]:
     """The chapter's modules, under their own names while these tests run."""
-    global energy, fixes, model, options, roofline, slowdowns, step
+    global energy, fixes, memory_curve, model, options, roofline, slowdowns, step
     with book.rooms("05_model_profiling"):
         import energy
         import fixes
+        import memory_curve
         import model
         import options
         import roofline
@@ -84,7 +85,7 @@ def test_a_compiled_step_ends_at_the_same_weights_and_compiles_once(batch: dict)
 def held(**changes: object) -> list[int]:
     each = step.Step(step.Fixes(**changes), step.make_batch(8, 32), CPU)
     each()
-    return step.held_bytes(each)
+    return memory_curve.measure_memory(each).bytes_held
 
 
 def test_fixes_of_memory_hold_less() -> None:
