@@ -61,7 +61,7 @@ ONE_PASS = re.compile(  # little more to compute than numbers to read and write
     r"|sigmoid|tanh|where|add|sub|mul|div|sum|mean|neg|sqrt|maximum|minimum|clamp)"
     r"(\d?d)?(_|$|_backward|_with_indices)"
 )
-SLOW_TIMES = 8  # as long as the least; sound kernels take up to 5 times
+SLOW_TIMES = 8  # as long as the least; most kernels take up to 5 times
 NEAR = 50  # microseconds: Python so shortly before a read gets its tensor
 NOT_A_TRACE = (
     OSError,
