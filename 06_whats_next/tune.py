@@ -149,10 +149,10 @@ def require_same(study: optuna.Study, options: Options) -> None:
     # The global batch decides how many samples a trial has, even if it is searched.
     now["batch_size"] = options.batch_size
     before = study.user_attrs.get("options", now)
-    for key, value in before.items():
-        if now[key] != value:
-            flag = flag_of(key)
-            reason = f"its trials have {flag} {value}, not {now[key]}"
+    for key in before | now:
+        if before.get(key) != now.get(key):
+            change = f"{before.get(key)}, not {now.get(key)}"
+            reason = f"its trials have {flag_of(key)} {change}"
             refuse(f"--search-dir: {reason}; give that, or another folder")
     study.set_user_attr("options", now)
 

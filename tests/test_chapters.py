@@ -284,6 +284,23 @@ def test_a_run_is_not_resumed_with_another_value_of_what_decides_its_end(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_checkpoint_that_does_not_say_its_order_of_blocks_is_refused(
+    store: Path, alone: Alone, tmp_path: Path
+) -> None:
+    """It is of a time when there was another order, and its other options may be the same."""
+    import train
+    from errors import CheckpointError
+
+    older = torch.load(runs.last_checkpoint(alone.output), weights_only=True)
+    del older["datamodule_hyper_parameters"]["block_order"]
+    if "RunRecord" in older["callbacks"]:
+        del older["callbacks"]["RunRecord"]["options"]["block_order"]
+    torch.save(older, tmp_path / "older.ckpt")
+    options = parse("--store", store, "--resume", tmp_path / "older.ckpt", "--output-dir", tmp_path / "run")
+    with pytest.raises(CheckpointError, match="does not say its --block-order; give no --resume"):
+        train.train(options, None)
+
+
 @in_gate("04_data_pipeline", "06_whats_next")
 def test_a_store_that_has_grown_moves_no_period_of_a_run_that_goes_on(chapter: Path, tmp_path: Path) -> None:
     """The periods and the size of a patch are those that the store had when the run began."""

@@ -70,6 +70,12 @@ def test_a_search_with_other_flags_is_refused(options: Options, tmp_path: Path, 
         with pytest.raises(SystemExit, match="2"):
             tune.require_same(study, replace(options, **change))
         assert next(iter(change)).replace("_", "-") in capsys.readouterr().err
+    older = study.user_attrs["options"]
+    del older["block_order"]  # of a time when there was another order
+    study.set_user_attr("options", older)
+    with pytest.raises(SystemExit, match="2"):
+        tune.require_same(study, options)
+    assert "--block-order None, not 2" in capsys.readouterr().err
 
 
 def test_a_search_goes_on_with_the_periods_that_it_began_with_when_the_store_has_grown(
