@@ -93,7 +93,7 @@ def diagnose_loaders(
         workers = report(found, options.devices)
         if workers and order:
             accumulate = options.accumulate_grad_batches
-            warn_of_rereading(workers, order.steps_per_round * accumulate)
+            warn_of_rereading(workers, order, accumulate)
     return rows
 
 

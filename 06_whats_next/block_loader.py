@@ -32,9 +32,10 @@ class BlockLoader(IterableDataset):
     `patches_per_block` samples; it runs in a thread. `make_batch(samples)` makes a batch of
     them; it runs in the thread that iterates.
 
-    A process holds the samples of at most slots + (depth + 1) * new blocks. Here new is
-    batch_size / patches_per_block, rounded up, and W / gcd(W, steps_per_round) times that in one
-    of W workers. What running calls of read_block hold comes on top.
+    So many blocks are read at once as are asked for ahead: their rate is at most
+    blocks_ahead / (seconds for one), by Little's law. A process holds the samples of at most
+    its slots + blocks_ahead + those that one batch begins; what running calls of read_block
+    hold comes on top.
     """
 
     def __init__(
@@ -43,17 +44,13 @@ class BlockLoader(IterableDataset):
         batches: Iterable[list[tuple[int, int]]],
         read_block: Callable[[BlockRead], list],
         make_batch: Callable[[list], Any],
-        blocks_ahead: int = 16,
-        threads: int = 24,
+        blocks_ahead: int = 24,
     ):
         self.order = order
         self.batches = batches
         self.read_block = read_block
         self.make_batch = make_batch
-        self.threads = threads
-        # So many batches are planned ahead: the reads of their blocks are started.
-        depth = blocks_ahead * order.patches_per_block / order.batch_size
-        self.depth = max(1, round(depth))
+        self.blocks_ahead = blocks_ahead
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -64,16 +61,20 @@ class BlockLoader(IterableDataset):
         worker = get_worker_info()
         if worker is not None:
             batches = islice(batches, worker.id, None, worker.num_workers)
-        pool = ThreadPoolExecutor(self.threads)
+        pool = ThreadPoolExecutor(self.blocks_ahead)
         current: dict[int, tuple[int, Future]] = {}  # of each slot: read, samples
-        pending: deque[Planned] = deque()
+        pending: deque[tuple[Planned, int]] = deque()  # and how many reads each began
+        ahead = 0  # reads that the pending batches began
         try:
             for addresses in batches:
                 pending.append(self.plan(addresses, current, pool))
-                if len(pending) > self.depth:
-                    yield self.finish(pending.popleft())
-            while pending:
-                yield self.finish(pending.popleft())
+                ahead += pending[-1][1]
+                while ahead - pending[0][1] >= self.blocks_ahead:
+                    planned, begun = pending.popleft()
+                    ahead -= begun
+                    yield self.finish(planned)
+            for planned, _ in pending:
+                yield self.finish(planned)
         except GeneratorExit:  # nobody asks for more
             pool.shutdown(cancel_futures=True)  # waits: the server may be about to end
             raise
@@ -82,17 +83,19 @@ class BlockLoader(IterableDataset):
 
     def plan(
         self, addresses: list[tuple[int, int]], current: dict, pool: ThreadPoolExecutor
-    ) -> Planned:
-        """For each sample its block, whose read is started now unless it was before."""
+    ) -> tuple[Planned, int]:
+        """For each sample its block, and how many reads begin now: those not begun before."""
         planned = []
+        begun = 0
         for step, k in addresses:
             number, patch = self.order.address(step, k)
             turn = number % self.order.slots
             if turn not in current or current[turn][0] != number:
                 read = self.order.read(number)
                 current[turn] = number, pool.submit(self.read_samples, read)
+                begun += 1
             planned.append((current[turn][1], patch))
-        return planned
+        return planned, begun
 
     def read_samples(self, read: BlockRead) -> list:
         """The samples of a block. ValueError if there are too few or too many of them."""

@@ -82,8 +82,7 @@ class WindDataModule(LightningDataModule):
             make_batch=self.blocks.make_batch,
         )
         if rank == 0:
-            per_round = self.order.steps_per_round * accumulate
-            warn_of_rereading(options.num_workers, per_round)
+            warn_of_rereading(options.num_workers, self.order, accumulate)
             warn_of_few_blocks(self.order, options.shuffle_slots)
         if not options.num_workers:
             return TimedLoader(loader, batch_size=None)
@@ -103,20 +102,23 @@ class WindDataModule(LightningDataModule):
         return DataLoader(dataset, sampler=[(0, k) for k in numbers], batch_size=32)
 
 
-def count_readers(num_workers: int, batches_per_round: int) -> int:
+def count_readers(num_workers: int, order: BlockOrder, accumulate: int) -> int:
     """How many workers read the same block: each of W makes every W-th batch."""
     if num_workers < 2:
         return 1
-    return num_workers // math.gcd(num_workers, batches_per_round)
+    batches_per_round = order.steps_per_round * accumulate
+    taking_turns = num_workers // math.gcd(num_workers, batches_per_round)
+    rounds = math.ceil(order.patches_per_block / order.samples_per_slot)
+    return min(taking_turns, rounds)
 
 
-def warn_of_rereading(num_workers: int, batches_per_round: int) -> None:
+def warn_of_rereading(num_workers: int, order: BlockOrder, accumulate: int) -> None:
     """Say so if several workers read the same blocks, and with how many each is read once."""
-    readers = count_readers(num_workers, batches_per_round)
+    readers = count_readers(num_workers, order, accumulate)
     if readers == 1:
         return
     fewer = num_workers
-    while count_readers(fewer, batches_per_round) > 1:
+    while count_readers(fewer, order, accumulate) > 1:
         fewer -= 1
     note = f"note: with --num-workers {num_workers} each block is read {readers} times"
     print(f"{note}; with --num-workers {fewer} it is read once", file=sys.stderr)

@@ -155,7 +155,7 @@ def test_memory_is_bounded_by_the_slots_and_what_is_read_ahead(
         held.append(sum(block() is not None for block in blocks))
     new = math.ceil(4 / per_block)
     assert len(blocks) >= 10 * slots
-    assert slots < max(held) <= slots + (loader.depth + 1) * new
+    assert slots < max(held) <= slots + loader.blocks_ahead + new
     assert all(block() is None for block in blocks)
 
 

@@ -101,8 +101,8 @@ def bound_bytes(loader: BlockLoader) -> int:
     cell = np.dtype("float32").itemsize
     sample = size**2 * (variables * cell + 1)  # a byte of its swaths
     new = ceil(order.batch_size / order.patches_per_block)
-    held = order.slots + (loader.depth + 1) * new
+    held = order.slots + loader.blocks_ahead + new
     one_map = blocks.maker.valid.size * cell
     # A thread has one variable's map at a time: as it came, decoded, and as an array.
-    reading = loader.threads * 3 * one_map
+    reading = loader.blocks_ahead * 3 * one_map
     return held * order.patches_per_block * sample + reading

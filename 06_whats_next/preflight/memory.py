@@ -71,11 +71,11 @@ def blocks_waiting(
 ) -> int:
     """The most blocks whose samples a rank's loader holds: see BlockLoader.
 
-    `slots` and `batch` are the rank's, `ahead` the batches that are planned ahead,
+    `slots` and `batch` are the rank's, `ahead` the blocks that a process reads ahead,
     `readers` how many of its workers read the same block.
     """
     new = math.ceil(batch / patches_per_block) * readers
-    return slots * readers + max(1, workers) * (ahead + 1) * new
+    return slots * readers + max(1, workers) * (ahead + new)
 
 
 def judge_memory(memory: Memory, free: int, free_on_device: int | None) -> Finding:

@@ -77,19 +77,18 @@ def add_up_memory(fabric: Fabric, options: Options, block: int) -> Memory:
     )
     loader = BlockLoader(order, [], read_block=None, make_batch=None)
     workers = options.num_workers
-    batches = order.steps_per_round * options.accumulate_grad_batches
     samples = samples_at_once(options, fabric)
     waiting = blocks_waiting(
         slots=math.ceil(options.shuffle_slots / fabric.world_size),
         batch=samples,
         patches_per_block=per_block,
-        ahead=loader.depth,
+        ahead=loader.blocks_ahead,
         workers=workers,
-        readers=count_readers(workers, batches),
+        readers=count_readers(workers, order, options.accumulate_grad_batches),
     )
     patch = 4 * len(options.variables) * size**2
     waiting *= per_block * patch
-    waiting += max(1, workers) * loader.threads * block  # being read
+    waiting += max(1, workers) * loader.blocks_ahead * block  # being read
 
     inputs = example_input(options).to(memory_format=torch.channels_last)
     inputs = fabric.to_device(inputs)

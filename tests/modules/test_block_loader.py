@@ -22,15 +22,15 @@ GUARD = 30  # seconds until a test that would wait forever gives up
 @pytest.mark.parametrize(
     ("batch", "slots", "per_block"), [(1, 1, 1), (4, 12, 5), (3, 9, 2), (8, 32, 8), (6, 2, 4)]
 )
-@pytest.mark.parametrize(("ahead", "threads", "start"), [(1, 1, 7), (5, 3, 0), (9999, 64, 29)])
+@pytest.mark.parametrize(("ahead", "start"), [(1, 7), (5, 0), (64, 0), (9999, 29)])
 def test_the_batches_are_those_of_the_order_and_no_block_is_read_twice(
-    batch: int, slots: int, per_block: int, ahead: int, threads: int, start: int
+    batch: int, slots: int, per_block: int, ahead: int, start: int
 ) -> None:
-    """From any step, however far ahead, by any number of threads, with as many blocks as slots and more."""
+    """From any step, however far ahead, with as many blocks as slots and more."""
     for blocks in (slots, 40):
         numbers = Numbers(make_order(blocks, batch, slots, per_block))
         batches = make_batches(numbers.order, start + 3 * per_block * slots // batch)[start:]
-        loader = numbers.loader(batches, blocks_ahead=ahead, threads=threads)
+        loader = numbers.loader(batches, blocks_ahead=ahead)
         expected = numbers.evaluate(batches)
         assert list(loader) == expected
         assert sorted(numbers.read) == sorted(map(numbers.key, reads_of(numbers.order, batches)))
@@ -45,7 +45,7 @@ def test_too_few_samples_of_a_block_and_too_many_are_refused_with_both_numbers(n
         list(loader)
 
 
-def test_as_many_blocks_are_read_at_once_as_there_are_threads() -> None:
+def test_as_many_blocks_are_read_at_once_as_are_asked_for_ahead() -> None:
     """Each read waits at a barrier until four have begun."""
     barrier, threads = threading.Barrier(4), set()
 
@@ -55,7 +55,7 @@ def test_as_many_blocks_are_read_at_once_as_there_are_threads() -> None:
         return [read.block]
 
     order = make_order(patches_per_block=1)
-    assert len(list(BlockLoader(order, make_batches(order, 6), read_block, list, threads=4))) == 6
+    assert len(list(BlockLoader(order, make_batches(order, 6), read_block, list, 4))) == 6
     assert len(threads) == 4
 
 
@@ -78,20 +78,23 @@ def wait_for_threads() -> Iterator[Callable]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "slots", "per_block", "ahead", "depth", "workers"),
+    ("batch", "slots", "per_block", "ahead", "pieces", "workers"),
     [
-        (4, 8, 3, 4, 3, 1),
+        (4, 8, 3, 4, 1, 1),
         (4, 4, 1, 1, 1, 1),
-        (2, 8, 2, 16, 16, 1),
-        *((8, 32, 8, 16, 16, n) for n in (1, 2, 3)),
+        (2, 8, 2, 16, 1, 1),
+        *((8, 32, 8, 16, 1, n) for n in (1, 2, 3)),
+        *((64, 256, 8, 24, n, 1) for n in (1, 8, 64)),
+        (8, 32, 8, 16, 4, 2),
     ],
 )
-def test_no_more_is_read_ahead_and_held_than_is_said(
-    batch: int, slots: int, per_block: int, ahead: int, depth: int, workers: int, monkeypatch
+def test_so_many_blocks_are_read_ahead_and_no_more_are_held_than_is_said(
+    batch: int, slots: int, per_block: int, ahead: int, pieces: int, workers: int, monkeypatch
 ) -> None:
-    """Nothing is read until somebody asks for a batch; then, also the blocks of `depth` batches more.
+    """Also by a rank or a micro-batch, which has one of so many pieces of each batch, and by a worker.
 
-    Blocks are counted when a batch is made. At the end none is left.
+    Nothing is read until somebody asks for a batch. Blocks are counted when a batch is made. At the end
+    none is left.
     """
     blocks, held = [], []  # a sample of each block, and how many of them are there
 
@@ -106,20 +109,22 @@ def test_no_more_is_read_ahead_and_held_than_is_said(
 
     monkeypatch.setattr(block_loader, "ThreadPoolExecutor", AtOnce)
     order = make_order(1000, batch, slots, per_block)
-    batches = make_batches(order, 6 * per_block * order.steps_per_round)[::workers]  # the first worker's
+    batches = make_batches(order, (6 + ahead) * per_block * order.steps_per_round)
+    batches = [piece[: batch // pieces] for piece in batches][::workers]  # the first rank's and worker's
     found = iter(BlockLoader(order, batches, read_block, make_batch, ahead))
     assert blocks == []
-    planned = reads_of(order, batches[:depth])
-    for number in range(len(batches)):
+    begun = [len(reads_of(order, batches[:number])) for number in range(len(batches) + 1)]
+    new = max(np.diff(begun[slots // batch + 1 :]))  # of a batch; the first ones fill the slots
+    for number in range(1, len(batches) + 1):
         next(found)
-        planned |= reads_of(order, batches[number + depth : number + depth + 1])
-        assert len(blocks) == len(planned)
+        read_ahead = len(blocks) - begun[number]
+        assert read_ahead < ahead + max(np.diff(begun))
+        assert read_ahead >= ahead or len(blocks) == begun[-1]
     assert list(found) == []
     assert all(block() is None for block in blocks)
-    own_slots = slots // gcd(workers, order.steps_per_round)
-    new = ceil(batch / per_block) * workers // gcd(workers, order.steps_per_round)
+    own_slots = len({order.address(step, k)[0] % slots for piece in batches for step, k in piece})
     assert len(blocks) > own_slots + ahead
-    assert own_slots < max(held) <= own_slots + (depth + 1) * new
+    assert own_slots <= max(held) < own_slots + ahead + new
 
 
 def test_an_error_comes_with_the_batch_that_needs_the_block_and_waits_for_no_other(wait_for_threads) -> None:
@@ -142,7 +147,7 @@ def test_an_error_comes_with_the_batch_that_needs_the_block_and_waits_for_no_oth
         ended.append(read.block)
         return [read.block]
 
-    found = iter(BlockLoader(order, make_batches(order, 20), read_block, list, blocks_ahead=999, threads=8))
+    found = iter(BlockLoader(order, make_batches(order, 20), read_block, list, blocks_ahead=8))
     assert len(list(islice(found, 7))) == 7
     with pytest.raises(OSError, match="gone") as caught:
         next(found)
@@ -167,7 +172,7 @@ def test_to_close_the_iterator_waits_for_the_reads_that_run_and_begins_no_other(
             ended.append(read.block)
         return [read.block]
 
-    found = iter(BlockLoader(order, make_batches(order, 200), read_block, list, blocks_ahead=400, threads=2))
+    found = iter(BlockLoader(order, make_batches(order, 200), read_block, list, blocks_ahead=2))
     next(found)
     assert entered.wait(GUARD)
     found.close()

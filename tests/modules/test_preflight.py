@@ -293,6 +293,6 @@ def test_the_loader_holds_no_more_blocks_than_are_counted(case: tuple, monkeypat
         batches = StepSampler(64, 120, world_size=ranks)
         loader = BlockLoader(order, batches, read_block, lambda samples, alive=alive: len(alive))
         most += max(loader)
-    readers = count_readers(workers, order.steps_per_round)
-    counted = memory.blocks_waiting(slots // ranks, 64 // ranks, per_block, loader.depth, workers, readers)
+    readers = count_readers(workers, order, 1)
+    counted = memory.blocks_waiting(slots // ranks, 64 // ranks, per_block, loader.blocks_ahead, workers, readers)
     assert 0.6 * counted <= most <= counted
