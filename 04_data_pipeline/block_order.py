@@ -116,6 +116,8 @@ class BlockOrder:
     skipped: tuple[Window, ...] = ()
 
     def __post_init__(self):
+        if min(self.blocks, self.batch_size, self.slots, self.patches_per_block) < 1:
+            raise ValueError(f"{self}: give at least 1 of each")
         if self.slots % self.batch_size and self.batch_size % self.slots:
             reason = "neither a multiple nor a divisor of the batch"
             raise ValueError(f"{self.slots} slots: {reason} of {self.batch_size}")

@@ -28,7 +28,7 @@ class StepCheckpoint(ModelCheckpoint):
         first = trainer.datamodule.first_step
         if first != step:  # else samples would be repeated or lost, without an error
             reason = f"data begin at step {first}, and training at step {step}"
-            raise RuntimeError(reason)
+            raise CheckpointError(f"{reason}; give a whole checkpoint")
         step_of_rank_0 = trainer.strategy.broadcast(step)
         if (
             step != step_of_rank_0

@@ -83,6 +83,8 @@ def diagnose_loaders(
     names: list[str], steps: int, options: Options, location: Location
 ) -> list[dict]:
     """Diagnose the training with each loader, and print what was found."""
+    if options.resume:
+        refuse("--resume: a diagnosis trains anew; leave it out")
     options, data = make_data(options, location)
     gc.freeze()  # as train.py does
     rows = []
@@ -123,10 +125,9 @@ def diagnose_loader(
 def find_period(order: BlockOrder, accumulate_grad_batches: int) -> int:
     """The number of micro-batches after which the block loader's work repeats.
 
-    In so many steps each slot gives all samples of one block. Slots change their blocks
-    in different steps, and so each whole batch needs about equally many new blocks. But
-    one rank's part of a batch, or a micro-batch, is of some slots only: with a batch of 8
-    on two ranks it needs a new block in each of 16 steps, and none in the next 16.
+    In so many steps each slot gives `patches_per_block` samples, or several times as many.
+    Within them, each batch needs about equally many new blocks; one rank's part of it, or
+    a micro-batch, only over whole rounds.
     """
     steps = order.steps_per_round * order.patches_per_block
     return steps * accumulate_grad_batches

@@ -191,8 +191,9 @@ def run_loader(
     loader: Iterable, batches: int, title: str, step: Callable | None = None
 ) -> Run:
     """Take batches of a loader from its first one on; then end all that still loads."""
-    iterator = iter(loader)
-    run = take(iterator, batches, title, step)
+    asked = perf_counter()
+    iterator = iter(loader)  # starts the workers
+    run = take(iterator, batches, title, step, asked)
     # DataLoader keeps persistent workers here.
     if getattr(loader, "_iterator", None) is iterator:
         loader._iterator = None
@@ -203,16 +204,20 @@ def run_loader(
 
 def run_cached(batch: Any, steps: int, title: str, step: Callable) -> float:
     """Repeat the step with one batch; its mean seconds, without the first steps."""
-    run = take(repeat(batch), FIRST_STEPS + steps, title, step)
+    run = take(repeat(batch), FIRST_STEPS + steps, title, step, perf_counter())
     return mean(run.works[FIRST_STEPS:])
 
 
-def take(batches: Iterator, number: int, title: str, step: Callable | None) -> Run:
-    """Take up to so many batches, and do the step with each."""
+def take(
+    batches: Iterator, number: int, title: str, step: Callable | None, asked: float
+) -> Run:
+    """Take up to so many batches, and do the step with each.
+
+    `asked` is when the first wait began.
+    """
     waits = []
     works = []
     batch = None
-    asked = perf_counter()
     for batch in tqdm(
         islice(batches, number), title, number, leave=False, disable=None
     ):

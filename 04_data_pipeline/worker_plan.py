@@ -63,7 +63,7 @@ def plan_workers(
     needed = math.ceil(round(t_load / t_step, 6))
     bounds = [
         Bound("t_load / t_step", needed, f"{ms(t_load)} / {ms(t_step)}"),
-        Bound("cores", cores // ranks, f"{cores} cores / {sharers}"),
+        Bound("cores", max(0, cores // ranks - 1), f"{cores} cores / {sharers} - 1"),
     ]
     queue = prefetch_factor * batch_bytes
     ahead = f"{prefetch_factor} batches x {batch_bytes / 1e6:.2f} MB"

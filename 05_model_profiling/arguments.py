@@ -128,6 +128,11 @@ def take_over(names: Iterable[str], before: dict, now: dict) -> dict:
 
 def require_same(names: list[str], before: dict, now: dict) -> None:
     """CheckpointError unless a run may go on with one that had other options `before`."""
+    unknown = sorted(before.keys() - now.keys())
+    if unknown:
+        listed = ", ".join(map(flag_of, unknown))
+        remedy = "go on in the folder that wrote it"
+        raise CheckpointError(f"has {listed}, unknown here; {remedy}")
     for name in names:
         flag = flag_of(name)
         if name not in before:

@@ -11,6 +11,7 @@ from block_loader import BlockLoader
 from block_order import BlockOrder
 from clock import TimedLoader
 from data import Data, PatchDataset
+from errors import CheckpointError
 from steps import StepSampler
 from wind_blocks import WindBlocks
 from workers import start_worker
@@ -94,6 +95,17 @@ class WindDataModule(LightningDataModule):
             multiprocessing_context=options.start_method,
             worker_init_fn=start_worker,
         )
+
+    def state_dict(self) -> dict[str, int]:
+        """What else decides which samples come, beside the options."""
+        return {"blocks": self.order.blocks}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        blocks = self.order.blocks
+        if state["blocks"] != blocks:
+            reason = f"has {state['blocks']} blocks, and the store {blocks}"
+            remedy = "give the store with the chunks and times that it had"
+            raise CheckpointError(f"{reason}; {remedy}, or no --resume")
 
     def eval_loader(self, dataset: PatchDataset) -> DataLoader:
         """This rank's share of the patches that every run is judged on."""

@@ -35,7 +35,7 @@ def measure_memory(step: Step) -> MemoryCurve:
         is_change = event.get("name") == "[memory]"
         if is_change and event["args"]["Device Type"] == of_gpu:
             changes.append((event["ts"], event["args"]["Bytes"]))
-    changes.sort()
+    changes.sort(key=lambda change: change[0])
     times = []
     held = []
     total = 0

@@ -27,7 +27,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -42,7 +41,7 @@ from torch import distributed
 from torch._C._profiler import _ExperimentalConfig
 
 from trace_events import DATA, Machine, load
-from traces import Report, describe, read_trace
+from traces import WORTH_SAYING, Report, describe, read_trace
 
 if TYPE_CHECKING:  # a loop in plain PyTorch needs no Lightning
     from lightning.pytorch.profilers import Profiler
@@ -51,13 +50,16 @@ if TYPE_CHECKING:  # a loop in plain PyTorch needs no Lightning
     from options import Options
 
 KINDS = ("simple", "advanced", "trace", "stacks")
+WRITTEN = ("rank_*.json.gz", "*{kind}*.txt", "*{kind}*.prof")  # by them
+NEXT_BATCH = "[_TrainingEpochLoop].train_dataloader_next"
 STEPS = 10  # of each training
+FIRST_STEPS = 4  # without a trace, these do not count
 SCHEDULES = {
     "trace": {"wait": 3, "warmup": 1, "active": 4},
     "stacks": {"wait": 3, "warmup": 1, "active": 2},
 }
 SLOWED = 1.5  # times the step without a trace
-WORTH_SAYING = 0.05  # a smaller share of waiting needs no explanation
+NOISY = 1.2  # times the step with one, which cannot be faster
 HERE = Path(__file__).parent
 CALLS = 300  # of a few operators on one number
 COPIED = 2**27  # bytes: more than caches hold
@@ -116,7 +118,7 @@ def profile_training(
     began = process_time()
     simple = run("simple")
     cores_busy = (process_time() - began) / seconds["simple"]
-    step_ms = 1e3 * median_step(simple.recorded_durations)
+    step_ms = mean_step(simple.asked)
     run("advanced")
     loader = read_loader(folder / "advanced")
     run("trace")
@@ -144,9 +146,7 @@ def profile_loop(
     train(lambda: ends.append(perf_counter()))
     seconds["simple"] = perf_counter() - began
     cores_busy = (process_time() - computing) / seconds["simple"]
-    if len(ends) < STEPS:
-        raise ValueError(f"{len(ends)} steps have ended: train for {STEPS}")
-    step_ms = 1e3 * median(end - start for start, end in pairwise(ends))
+    step_ms = mean_step(ends)
 
     def run(kind: str) -> Report:
         settings = trace_settings(kind, folder)
@@ -163,10 +163,14 @@ def profile_loop(
 
 
 def empty(folder: Path) -> None:
-    """Remove what earlier profiles left there: Lightning would append."""
-    if find_rank() == 0:
-        for kind in KINDS:
-            shutil.rmtree(folder / kind, ignore_errors=True)
+    """Remove what earlier profiles wrote there, and nothing else: Lightning would append."""
+    if find_rank() != 0:
+        return
+    for kind in KINDS:
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        for pattern in WRITTEN:
+            for path in (folder / kind).glob(pattern.format(kind=kind)):
+                path.unlink()
 
 
 def find_rank() -> int:
@@ -186,12 +190,27 @@ def make_profiler(kind: str, folder: Path) -> "Profiler":
     place = folder / kind
     place.mkdir(parents=True, exist_ok=True)
     if kind == "simple":
-        return profilers.SimpleProfiler(place, kind)
+        return make_step_timer(place, kind)
     if kind == "advanced":
         return profilers.AdvancedProfiler(place, kind, dump_stats=True)
     settings = trace_settings(kind, folder)
     # Its marks of modules would break the graphs of torch.compile.
     return profilers.PyTorchProfiler(place, kind, record_module_names=False, **settings)
+
+
+def make_step_timer(place: Path, name: str) -> "Profiler":
+    """Lightning's simple profiler, which also notes when each batch was asked for."""
+    from lightning.pytorch.profilers import SimpleProfiler
+
+    class StepTimer(SimpleProfiler):
+        def start(self, action_name: str) -> None:
+            if action_name == NEXT_BATCH:
+                self.asked.append(perf_counter())
+            super().start(action_name)
+
+    timer = StepTimer(place, name)
+    timer.asked = []
+    return timer
 
 
 def trace_settings(kind: str, folder: Path) -> dict:
@@ -262,12 +281,15 @@ def add_places(report: Report, stacks: Report) -> Report:
     return replace(report, findings=findings, waits=stacks.waits)
 
 
-def median_step(durations: dict[str, list[float]]) -> float:
-    """Seconds of a step with its wait for data, from the simple profiler."""
-    total = 0.0
-    for name in ("run_training_batch", "[_TrainingEpochLoop].train_dataloader_next"):
-        total += median(durations[name])
-    return total
+def mean_step(marks: list[float]) -> float:
+    """Milliseconds from one step's mark to the next. The first still compile and allocate.
+
+    The mean, as in a trace: a wait in every eighth step counts.
+    """
+    if len(marks) < STEPS:
+        raise ValueError(f"{len(marks)} steps have ended: train for {STEPS}")
+    counted = marks[FIRST_STEPS:]
+    return 1e3 * (counted[-1] - counted[0]) / (len(counted) - 1)
 
 
 def read_loader(folder: Path) -> LoaderProfile:
@@ -296,6 +318,9 @@ def describe_profile(profile: Profile, folder: Path) -> str:
     if profile.loader and waits > WORTH_SAYING:
         lines += describe_loader(profile.loader)
     lines.append(f"Without a trace, a step takes {profile.step_ms:.1f} ms")
+    if profile.step_ms > NOISY * profile.report.step_ms:
+        traced = f"with a trace {profile.report.step_ms:.1f} ms"
+        lines.append(f"and {traced}: other programs used the cores; profile again")
     if profile.report.step_ms > SLOWED * profile.step_ms:
         lines.append(
             f"The trace took {profile.report.step_ms:.1f} ms: it slows small operators"

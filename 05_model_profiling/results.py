@@ -12,6 +12,7 @@ from statistics import median
 import psutil
 import torch
 
+from checks import check_folder
 from errors import refuse
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,6 +38,8 @@ def parse_studies(
         refuse(f"--repeats {args.repeats}: give at least 1")
     if args.quick and args.save_results:
         refuse("--save-results: --quick finds nothing worth keeping; leave one out")
+    if args.save_results:
+        check_folder("--save-results", str(RESULTS))
     args.studies = args.studies or studies
     return args
 
@@ -51,7 +54,10 @@ def save_rows(name: str, command: str, rows: list[dict]) -> None:
         "rows": rows,
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(results) + "\n")
+    path = RESULTS / f"{name}.json"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(results) + "\n")
+    part.replace(path)  # whole, or as it was
 
 
 def list_versions() -> dict[str, str]:

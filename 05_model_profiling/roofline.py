@@ -31,7 +31,7 @@ from step import make_batch, wait_for
 
 SIZE = {"batch": 32, "patch": 64, "matrix": 2048, "copy": 2**28, "repeats": 7}
 QUICK = {"batch": 4, "patch": 16, "matrix": 128, "copy": 2**20, "repeats": 2}
-COLOURS = {"float32": "#D55E00", "bfloat16": "#009E73", "TF32": "#0072B2"}
+COLOURS = {"float32": "#D55E00", "bfloat16": "#009E73"}
 
 
 class TrafficCounter(TorchDispatchMode):

@@ -102,8 +102,6 @@ class Step:
     def __call__(self) -> torch.Tensor:
         """One step; returns the loss, which is still on its way on a GPU."""
         keep_memory(self.fixes.memory_kept)
-        torch.backends.cuda.matmul.allow_tf32 = self.fixes.tf32
-        torch.backends.cudnn.allow_tf32 = self.fixes.tf32
         self.optimizer.zero_grad()
         loss = self.compute_gradients()
         self.optimizer.step()
@@ -113,6 +111,8 @@ class Step:
 
     def compute_gradients(self) -> torch.Tensor:
         """Forward and backward over all pieces; returns the loss."""
+        torch.backends.cuda.matmul.allow_tf32 = self.fixes.tf32
+        torch.backends.cudnn.allow_tf32 = self.fixes.tf32
         sums = torch.zeros(2, device=self.device)
         for piece in self.pieces:
             arrived = {}
@@ -180,6 +180,7 @@ def gradient_difference(fixes: Fixes, batch: Batch, device: torch.device) -> flo
     """How far the gradients of the first step are from plain float32's, over their norm.
 
     The network with another padding is another function, so it is compared with itself.
+    0: the fixes leave the gradients alone.
     """
     plain = Fixes(zero_padding=fixes.zero_padding)
     found = []

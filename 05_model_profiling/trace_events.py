@@ -7,10 +7,10 @@ operators, such as aten::convolution; the rest are spans. Lightning's spans begi
 
 import gzip
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from math import prod
 from pathlib import Path
 
 DATA = "waiting for data"
@@ -84,7 +84,7 @@ class Event:
     start: float
     end: float
     is_operator: bool = False
-    place: str = ""  # the innermost line outside torch, if the trace has stacks
+    place: str = ""  # the innermost function outside torch, if the trace has stacks
     bytes_moved: int = 0  # by an operator, if the trace has shapes
     phase: str = LOOP
     in_optimizer: bool = False  # inside the step of one of torch's
@@ -142,6 +142,8 @@ def find_steps(events: list[dict]) -> tuple[float, float, int]:
         raise ValueError("it has no whole step")
     start = min(event["ts"] for event in marks)
     end = max(event["ts"] + event["dur"] for event in marks)
+    if not 0 < end - start < math.inf:
+        raise ValueError("its steps take no time, or for ever")
     return start, end, len(marks)
 
 
@@ -217,11 +219,15 @@ def find_phase(event: Event, around: Event) -> str:
 
 
 def find_place(stack: str) -> str:
-    """The innermost line of a call stack that is not in torch."""
+    """The innermost function of a call stack that is not in torch, and its file.
+
+    The number that torch gives is where the function begins, or where it was when the
+    trace began: not the line that called.
+    """
     elsewhere = ("torch/", "<", "contextlib.py")
-    for line in stack.replace("\\", "/").split(";"):
-        if line and not line.startswith(elsewhere):
-            return line
+    for frame in stack.replace("\\", "/").split(";"):
+        if frame and not frame.startswith(elsewhere):
+            return re.sub(r"\(\d+\): ", ": ", frame)
     return ""
 
 
@@ -240,6 +246,6 @@ def count_bytes(args: dict) -> int:
         if kind in ITEM_BYTES:
             items.append(ITEM_BYTES[kind])
             shapes.append(shape[::-1])
-            sizes.append(prod(shape) * ITEM_BYTES[kind])
-    result = prod(max(lengths) for lengths in zip_longest(*shapes, fillvalue=1))
+            sizes.append(math.prod(shape) * ITEM_BYTES[kind])
+    result = math.prod(max(lengths) for lengths in zip_longest(*shapes, fillvalue=1))
     return sum(sizes) + result * max(items)

@@ -43,7 +43,7 @@ ADVICE = {
     READS: "read several values at once, and every N steps",
     COPIES: "keep one dtype and one order in memory; drop .clone() and .contiguous()",
     OVERHEAD: "one operator on a whole tensor instead of a loop; a larger batch",
-    PYTHON: "the advanced profiler's files name the function",
+    PYTHON: "cProfile names the function; under Lightning, see the files in advanced/",
     SLOW: "another order in memory or dtype for it, if its kernel is slow in this one",
     COMPILING: "equal shapes in each step (drop_last), or compile with dynamic=True",
     COMMUNICATION: "send less, or less often: a larger batch, accumulation",
@@ -79,6 +79,7 @@ OTHER_LIMITS = {
     PYTHON: 0.3,  # a small step has some
     SLOW: 0.12,  # networks without a fault had up to 0.08
 }
+WORTH_SAYING = 0.05  # a smaller share of waiting needs no explanation
 SHOWN_FROM = 0.0005  # a smaller share would be shown as 0.0%
 
 
@@ -168,7 +169,7 @@ def find_faults(pieces: list[Piece], machine: Machine) -> list[Finding]:
     places: dict[str, Counter[str]] = defaultdict(Counter)
     for event, cause, duration in share_out(pieces, machine):
         total[cause] += duration
-        places[cause][event.place or event.name] += duration
+        places[cause][find_caller(event)] += duration
     findings = []
     for cause, duration in total.most_common():
         limit = OTHER_LIMITS.get(cause, NAMED_FROM)
@@ -176,6 +177,13 @@ def find_faults(pieces: list[Piece], machine: Machine) -> list[Finding]:
             place = places[cause].most_common(1)[0][0]
             findings.append(Finding(cause, duration / whole, place))
     return findings
+
+
+def find_caller(event: Event) -> str:
+    """An operator and the function that called it, or what is known of a span."""
+    if event.is_operator and event.place:
+        return f"{event.name}, called by {event.place}"
+    return event.place or event.name
 
 
 def share_out(
@@ -319,9 +327,13 @@ def describe(report: Report) -> str:
     if report.device_busy is not None:
         lines.append(f"The GPU runs a kernel in {report.device_busy:.0%} of the time")
     if not report.findings:
-        lines.append(
-            "No fault found: the step computes. How fast could it? roofline.py"
-        )
+        waits = report.phases.get(DATA, 0)
+        if waits > WORTH_SAYING:
+            lines.append(
+                f"No fault takes a fifth of the time; waiting for data: {waits:.0%}"
+            )
+        else:
+            lines.append("No fault found: the step computes")
     for number, finding in enumerate(report.findings, 1):
         lines.append(f"{number}. {finding.cause}: {finding.share:.0%} of the time")
         lines.append(f"   most of it in {finding.place}")

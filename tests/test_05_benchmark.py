@@ -55,6 +55,22 @@ def test_commands_take_turns_and_are_compared_in_each_turn(script: ModuleType, m
     ]
 
 
+def test_a_study_that_is_whole_is_measured_anew(script: ModuleType, tmp_path, monkeypatch) -> None:
+    """What a stopped study has measured is kept for the next run; that of a whole one was, too."""
+    monkeypatch.setattr(importlib.import_module("studies.journal"), "OUTPUTS", tmp_path)
+    rates = iter([10.0, 20.0])
+
+    def study(repeats: int) -> list[dict]:
+        labels = {"rung": "naive", "times_naive": 1.0}
+        case = script.Case(labels, lambda: {"samples_per_second": next(rates)})
+        return script.take_turns("training", [case], repeats, script.SPREAD)
+
+    monkeypatch.setattr(script, "STUDIES", {"training": study})
+    for rate in (10.0, 20.0):
+        (row,) = script.main(["--repeats", "1"])["training"]
+        assert row["samples_per_second"]["median"] == rate
+
+
 def test_without_instructions_for_bfloat16_it_leaves_that_command_out(
     script: ModuleType, monkeypatch
 ) -> None:

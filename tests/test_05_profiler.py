@@ -122,7 +122,21 @@ def test_a_value_read_is_counted_unless_it_is_the_optimizers_own(own: bool) -> N
     around = entry("Optimizer.step#AdamW.step", 501, 50)
     stack = {"Call stack": "torch/x.py(1): y;model.py(7): step;train.py(2): z"}
     report = read([*TURN, entry("aten::item", 505, 5, args=stack), *[around] * own])
-    assert report.waits == ([] if own else [("aten::item", "model.py(7): step", 1)])
+    assert report.waits == ([] if own else [("aten::item", "model.py: step", 1)])
+
+
+def test_an_operator_is_named_with_its_caller() -> None:
+    stack = {"Call stack": "torch/x.py(1): y;model.py(7): step;train.py(2): z"}
+    copies = entry("aten::copy_", 0, 400, args=stack)
+    (finding,) = read([*without("aten::convolution_backward"), copies]).findings
+    assert (finding.cause, finding.place) == ("copies", "aten::copy_, called by model.py: step")
+
+
+@pytest.mark.parametrize("waits", [0.02, 0.1])
+def test_a_wait_that_is_no_fault_is_said(waits: float) -> None:
+    turn = [event | {"dur": 1000 * waits} if event["ts"] == 400 else event for event in TURN]
+    last = traces.describe(read(turn)).splitlines()[-1]
+    assert ("waiting for data: 10%" in last) == (waits == 0.1)
 
 
 def test_a_gpu_is_busy_while_any_kernel_runs() -> None:
@@ -305,7 +319,14 @@ def fit(profiler):
     Trainer(accelerator="cpu", max_steps=STEPS, profiler=profiler, **settings).fit(BoringModel())
 
 folder = Path("profiles")
+mine = folder / "trace/mine.csv"
+mine.parent.mkdir(parents=True)
+mine.write_text("not a profile")
 found = profile_training(fit, folder)
+files = sorted(folder.rglob("*.*"))
+profile_training(fit, folder, with_stacks=False)
+assert mine.read_text() == "not a profile"
+assert set(sorted(folder.rglob("*.*"))) == {path for path in files if path.parent.name != "stacks"}
 assert (found.report.steps, found.step_ms > 0) == (3, True)
 assert {"forward", "backward", "optimizer"} <= found.report.phases.keys()
 assert {path.name for path in folder.iterdir()} == {"simple", "advanced", "trace", "stacks"}
@@ -416,9 +437,12 @@ def test_memory_over_time_begins_with_the_first_allocation() -> None:
     assert times[0] == 0
 
 
-def test_a_step_lasts_from_the_wait_for_its_data_to_its_end() -> None:
-    waits = {"[_TrainingEpochLoop].train_dataloader_next": [1.0, 1.0, 7.0]}
-    assert profiler.median_step({"run_training_batch": [9.0, 3.0, 4.0], **waits}) == 5
+def test_a_step_is_the_mean_from_mark_to_mark_without_the_first_ones() -> None:
+    """A median would hide a wait in one of them."""
+    marks = [0, 50, 60, 70, 80, 81, 82, 83, 90, 91]
+    assert profiler.mean_step(marks) == pytest.approx(1e3 * 11 / 5)
+    with pytest.raises(ValueError, match="9 steps have ended: train for 10"):
+        profiler.mean_step(marks[1:])
 
 
 def test_lightnings_loop_reads_no_value_between_two_refreshes_of_the_bar(monkeypatch) -> None:

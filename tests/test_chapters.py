@@ -229,16 +229,15 @@ def test_when_a_rank_is_lost_the_other_says_so_and_both_resume_to_the_bit(
 
 
 def test_data_and_training_that_begin_at_different_steps_are_an_error(
-    store: Path, tmp_path: Path, monkeypatch
+    store: Path, tmp_path: Path, refused, monkeypatch
 ) -> None:
     """Samples would be repeated or lost."""
-    import train
     from datamodule import WindDataModule
 
     one = property(lambda self: 1, lambda self, step: None)
     monkeypatch.setattr(WindDataModule, "first_step", one, raising=False)
-    with pytest.raises(RuntimeError, match="data begin at step 1, and training at step 0"):
-        train.main([*SMALL, "--store", str(store), "--output-dir", str(tmp_path)])
+    said = refused("--store", store, "--output-dir", tmp_path)
+    assert "data begin at step 1, and training at step 0" in said
 
 
 def test_ranks_that_begin_at_different_steps_are_an_error(
@@ -299,6 +298,28 @@ def test_a_checkpoint_that_does_not_say_its_order_of_blocks_is_refused(
     options = parse("--store", store, "--resume", tmp_path / "older.ckpt", "--output-dir", tmp_path / "run")
     with pytest.raises(CheckpointError, match="does not say its --block-order; give no --resume"):
         train.train(options, None)
+
+
+def test_a_checkpoint_of_other_blocks_is_refused(store: Path, alone: Alone, tmp_path: Path, refused) -> None:
+    """As of a store that has been written anew with other chunks: its order would be another."""
+    other = torch.load(runs.last_checkpoint(alone.output), weights_only=True)
+    other["WindDataModule"]["blocks"] += 1
+    torch.save(other, tmp_path / "other.ckpt")
+    said = refused("--store", store, "--resume", tmp_path / "other.ckpt", "--output-dir", tmp_path / "run")
+    assert "blocks, and the store" in said
+
+
+def test_a_checkpoint_with_an_option_that_is_unknown_here_is_refused(
+    store: Path, alone: Alone, tmp_path: Path, refused
+) -> None:
+    """As another chapter's, whose network may be another with weights of the same names."""
+    other = torch.load(runs.last_checkpoint(alone.output), weights_only=True)
+    other["datamodule_hyper_parameters"]["invented"] = 1
+    if "RunRecord" in other["callbacks"]:
+        other["callbacks"]["RunRecord"]["options"]["invented"] = 1
+    torch.save(other, tmp_path / "other.ckpt")
+    said = refused("--store", store, "--resume", tmp_path / "other.ckpt", "--output-dir", tmp_path / "run")
+    assert "has --invented, unknown here; go on in the folder that wrote it" in said
 
 
 @in_gate("04_data_pipeline", "06_whats_next")

@@ -19,10 +19,9 @@ SERVERS: set[int] = set()  # process ids of those that run
 
 
 class Server(NamedTuple):
-    """A server that runs: its address, its milliseconds to the first byte, its process."""
+    """A server that runs: its address and its process."""
 
     address: str
-    latency_ms: float
     pid: int
 
     def counts(self) -> np.ndarray:
@@ -47,7 +46,7 @@ def serve(latency_ms: float) -> Iterator[Server]:
         SERVERS.add(process.pid)
         try:
             address = process.stdout.readline().strip()
-            yield Server(address, latency_ms, process.pid)
+            yield Server(address, process.pid)
         finally:
             process.kill()
             SERVERS.discard(process.pid)

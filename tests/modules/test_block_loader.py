@@ -5,7 +5,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import islice
-from math import ceil, gcd
 
 import block_loader
 import numpy as np

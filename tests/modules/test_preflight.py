@@ -294,5 +294,7 @@ def test_the_loader_holds_no_more_blocks_than_are_counted(case: tuple, monkeypat
         loader = BlockLoader(order, batches, read_block, lambda samples, alive=alive: len(alive))
         most += max(loader)
     readers = count_readers(workers, order, 1)
-    counted = memory.blocks_waiting(slots // ranks, 64 // ranks, per_block, loader.blocks_ahead, workers, readers)
+    counted = memory.blocks_waiting(
+        slots // ranks, 64 // ranks, per_block, loader.blocks_ahead, workers, readers
+    )
     assert 0.6 * counted <= most <= counted
