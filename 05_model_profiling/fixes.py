@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from ladder_plot import plot_ladder
 from memory_curve import measure_memory
 from model import Batch
 from precision import has_bf16
@@ -43,7 +43,6 @@ from step import (
 HERE = Path(__file__).parent
 SIZE = {"patch": 64, "batch": 32, "batches": [8, 16, 32, 64, 128], "steps": 3}
 QUICK = {"patch": 16, "batch": 4, "batches": [4, 8], "steps": 1}
-COLOURS = {"chapter 4": "#D55E00", "alone": "#0072B2", "stacked": "#009E73"}
 
 
 NAMES = {
@@ -293,36 +292,6 @@ def judge_bf16(rows: list[dict]) -> str:
     gain = without["seconds"]["median"] / with_it["seconds"]["median"]
     flag = "bf16-mixed" if gain > 1.05 else "32-true"
     return f"bfloat16 makes the step {gain:.2f} times as fast: --precision {flag}"
-
-
-def plot_ladder(rows: list[dict]) -> Figure:
-    """How many times as fast as chapter 4's step, by rung, with the range."""
-    shown = [row for row in rows if "error" not in row]
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    for place, row in enumerate(reversed(shown)):
-        times = row["times_faster"]
-        colour = COLOURS[row["group"]]
-        axes.plot([times["min"], times["max"]], [place, place], color=colour)
-        axes.plot(times["median"], place, "o", color=colour)
-        label = row["rung"]
-        if row["group"] == "stacked":
-            label = f"+ {label}"
-        axes.text(
-            -0.01,
-            place,
-            label,
-            ha="right",
-            va="center",
-            color=colour,
-            transform=axes.get_yaxis_transform(),
-        )
-    axes.axvline(1, color="0.6", linewidth=1)
-    axes.set(yticks=[], xlabel="times as fast as chapter 4's step (1: as fast)")
-    axes.set_title(
-        f"Blue: one fix alone. Green: one more at a time. Batch {shown[0]['batch_size']}"
-    )
-    return figure
 
 
 STUDIES = {
