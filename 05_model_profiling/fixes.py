@@ -237,7 +237,7 @@ def study_rmse(repeats: int, device: torch.device) -> list[dict]:
             for precision in ("32-true", "bf16-mixed"):
                 flags = ["--padding", padding, "--precision", precision]
                 if SIZE == QUICK:
-                    flags += ["--max-steps", "2"]
+                    flags += ["--max-steps", "2", "--validate-every", "2"]
                 row = {"padding": padding, "precision": precision, "seed": seed}
                 rows.append(row | run_training([*flags, "--seed", str(seed)]))
     return rows

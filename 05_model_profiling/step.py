@@ -180,7 +180,6 @@ def gradient_difference(fixes: Fixes, batch: Batch, device: torch.device) -> flo
     """How far the gradients of the first step are from plain float32's, over their norm.
 
     The network with another padding is another function, so it is compared with itself.
-    0: the fixes leave the gradients alone.
     """
     plain = Fixes(zero_padding=fixes.zero_padding)
     found = []

@@ -73,8 +73,8 @@ class BlockLoader(IterableDataset):
                     planned, begun = pending.popleft()
                     ahead -= begun
                     yield self.finish(planned)
-            for planned, _ in pending:
-                yield self.finish(planned)
+            while pending:
+                yield self.finish(pending.popleft()[0])
         except GeneratorExit:  # nobody asks for more
             pool.shutdown(cancel_futures=True)  # waits: the server may be about to end
             raise
