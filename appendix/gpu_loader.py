@@ -20,34 +20,44 @@ from store import Location
 from task import make_data, make_datamodule
 from torch.utils.data import DataLoader
 
-FIRST_STEPS = 8  # that start everything up, and fill the slots' first blocks
+FIRST_STEPS = 16  # that start everything up, and fill the slots' first blocks
 PARTS = ("input", "target", "unseen", "weight")
 
 
 def run_loader(plan: Plan, found: Found) -> None:
-    """Samples/s of training by the number of workers, with and without pinned memory."""
-    path = CLOUD / "outputs/buckets/winds" / plan.size.store
+    """Samples/s of training by the number of workers, with and without pinned memory, and
+    with more patches of a map.
+    """
     for workers in plan.loader_workers:
-        also_pinned = plan.device == "cuda" and workers in plan.pinned_workers
-        for pinned in (False, True) if also_pinned else (False,):
-            memory = "pinned" if pinned else "pageable"
-            case = f"{workers} workers, {memory} memory"
-            if found.has("loader", case):
-                continue
-            with TemporaryDirectory() as folder:
-                options = make_options(plan, str(path), workers, folder)
-                loader = make_loader(options)
-                loader.pin_memory = pinned
-                try:
-                    row = train_from(loader, plan)
-                except RuntimeError as error:  # a worker that was killed
-                    row = {"error": str(error).splitlines()[0]}
-            found.add("loader", case, row)
+        flags = ["--num-workers", workers]
+        measure_loader(f"{workers} workers, pageable memory", flags, False, plan, found)
+        if plan.device == "cuda" and workers in plan.pinned_workers:
+            measure_loader(f"{workers} workers, pinned memory", flags, True, plan, found)
+    workers = plan.pinned_workers[-1]
+    for patches in plan.loader_patches:
+        flags = ["--num-workers", workers, "--patches-per-block", patches]
+        case = f"{workers} workers, pinned memory, {patches} patches of a map"
+        measure_loader(case, flags, True, plan, found)
 
 
-def make_options(plan: Plan, store: str, workers: int, folder: str) -> Options:
-    """Chapter 5's options for a batch that suits a GPU."""
-    flags = ["--store", store, "--num-workers", workers, "--output-dir", folder]
+def measure_loader(case: str, flags: list, pinned: bool, plan: Plan, found: Found) -> None:
+    """One case, unless there is a row of it."""
+    if found.has("loader", case):
+        return
+    with TemporaryDirectory() as folder:
+        loader = make_loader(make_options(plan, [*flags, "--output-dir", folder]))
+        loader.pin_memory = pinned
+        try:
+            row = train_from(loader, plan)
+        except RuntimeError as error:  # a worker that was killed
+            row = {"error": str(error).splitlines()[0]}
+    found.add("loader", case, row)
+
+
+def make_options(plan: Plan, flags: list) -> Options:
+    """Chapter 5's options for a batch that suits a GPU, with more of its flags."""
+    store = CLOUD / "outputs/buckets/winds" / plan.size.store
+    flags = ["--store", store, *flags]
     flags += ["--batch-size", plan.large_batch, "--patch-size", plan.size.patch]
     flags += ["--max-steps", 10**6, "--devices", 1, "--accelerator", plan.accelerator]
     return parse_options("", list(map(str, flags)))

@@ -35,7 +35,8 @@ class Plan:
     workers: int = 8  # beside a large batch
     loader_workers: tuple[int, ...] = (0, 1, 2, 4, 8)
     pinned_workers: tuple[int, ...] = (0, 4)  # also with pinned memory
-    loader_steps: int = 16
+    loader_patches: tuple[int, ...] = (32,)  # of a map, with the last of pinned_workers
+    loader_steps: int = 32
     step_batches: tuple[int, ...] = (8, 32, 128, 512)
     widths: tuple[int, ...] = (24, 96, 192, 384)
     wide_batch: int = 64
@@ -68,6 +69,7 @@ DRY = Plan(
     large_steps=2,
     workers=0,
     loader_workers=(0, 1),
+    loader_patches=(),
     loader_steps=2,
     step_batches=(2,),
     widths=(8,),

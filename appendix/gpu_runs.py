@@ -56,6 +56,8 @@ def run_ladder(plan: Plan, found: Found) -> None:
             cases[chapter] = chapter, flags
             if chapter == "05_model_profiling":
                 cases[f"{chapter}, bfloat16"] = chapter, [*flags, *BF16]
+            if chapter in CHAPTERS[IN_MODULES:] and plan != DRY:
+                cases[f"{chapter}, 1 worker"] = chapter, [*flags, "--num-workers", "1"]
         train_each("ladder", cases, found)
 
 

@@ -11,7 +11,7 @@ import fixes
 import roofline
 import torch
 from gpu_counters import Counters, describe_driver
-from gpu_plan import DRY, Found, Plan
+from gpu_plan import DETERMINISTIC, DRY, Found, Plan
 from ladder import spread
 from results import describe_machine, list_versions
 from step import Fixes, Step, make_batch, run_steps, wait_for
@@ -51,6 +51,21 @@ class GraphedStep:
         with torch.cuda.graph(graph):
             self.loss = self.step()
         self.graph = graph
+
+
+class DeterministicStep:
+    """A step whose kernels add in the same order each time, as chapter 6's runs may ask for."""
+
+    def __init__(self, step: Step):
+        self.step = step
+        self.device = step.device
+
+    def __call__(self) -> torch.Tensor:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            return self.step()
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def put_on_device(step: Step) -> Step:
@@ -120,6 +135,9 @@ def make_kinds(plan: Plan, batch_size: int) -> dict[str, Callable[[], torch.Tens
     for name, each in {"TF32": in_float32, "bfloat16": resident}.items():
         step = put_on_device(Step(each, batch, device))
         steps[f"all fixes, {name}, batch on the GPU"] = step
+    for name, each in {"TF32": replace(best, bf16=False), "bfloat16": best}.items():
+        step = Step(each, batch, device)
+        steps[f"all fixes, {name}, {DETERMINISTIC}"] = DeterministicStep(step)
     if on_gpu:
         step = put_on_device(Step(resident, batch, device))
         steps["the same, one CUDA graph"] = GraphedStep(step)

@@ -16,9 +16,12 @@ import gpu_day  # noqa: E402
 import gpu_plan  # noqa: E402
 import gpu_tables  # noqa: E402
 
-PARTS = "machine ladder step exact loader wide energy roofline large memory compile cpu scaling".split()
-QUICK = "machine step exact wide energy roofline scaling".split()
+PARTS = (
+    "machine ladder step exact loader wide kernels energy roofline large memory compile cpu scaling".split()
+)
+QUICK = "machine step exact wide kernels energy roofline scaling".split()
 RESULTS = "appendix/results/gpu_day_nvidia_h200.json"
+KERNELS = "appendix/results/gpu_kernels_nvidia_h200.json"
 
 
 def run(*flags: str) -> subprocess.CompletedProcess:
@@ -190,6 +193,18 @@ def test_on_the_h200_the_chapters_were_three_to_four_times_as_fast_as_the_cores(
 def test_beside_the_h200_no_loader_was_half_as_fast_as_the_step(measured) -> None:
     rows = [row for (part, _), row in measured.items() if part == "loader"]
     assert all(row["samples_per_second"] < row["step_alone_samples_per_second"] / 2 for row in rows)
+
+
+def test_on_the_h200_one_kernel_took_most_and_one_line_mends_it() -> None:
+    rows = {row["case"]: row for row in book.results(KERNELS)["rows"] if row["part"] == "kernels"}
+    mended = {case: row for case, row in rows.items() if case.endswith("upsampling in channels_last")}
+    assert len(mended) == 3
+    for case, after in mended.items():
+        before = rows[case.removesuffix(", upsampling in channels_last")]
+        slow = before["operators_ms"]["aten::upsample_bilinear2d"]
+        assert slow == max(before["operators_ms"].values())
+        assert 0.36 < slow / before["step_ms"] < 0.5
+        assert before["step_ms"] > 1.49 * after["step_ms"]
 
 
 def test_on_the_h200_preflight_predicted_too_little_memory_by_a_fifth_at_most(measured) -> None:
