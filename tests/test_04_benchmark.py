@@ -256,7 +256,7 @@ def test_every_study_has_a_quick_form(studies: SimpleNamespace) -> None:
     assert all(len(row["steps"]) == 2 + 4 for row in rows["wait"])
     assert [row["step"] for row in rows["memory"] if "step" in row] == 2 * [10, 20, 30, 40]
     cases = {(row["index"], row["start_method"]) for row in rows["growth"]}
-    assert len(cases) == len(rows["growth"]) == 6
+    assert len(cases) == len(rows["growth"]) == 8
     assert all(row["end_of_epoch_mb"] >= row["alone_mb"] > 0 for row in rows["growth"])
     assert [row["shuffle_blocks"] for row in rows["shuffle"]] == [None, 8]
     assert all(math.isfinite(row["validation_rmse"]) for row in rows["shuffle"])
@@ -309,7 +309,7 @@ def test_the_committed_memory_of_workers_grows_with_forked_objects_only() -> Non
     grown = {}
     for row in saved("growth"):
         grown[row["index"], row["start_method"]] = row["end_of_epoch_mb"] - row["first_batch_mb"]
-    assert len(grown) == 6
+    assert len(grown) == 8
     most = max(grown.values())
     assert grown.pop(("tuples", "fork")) == most
     assert max(grown.values()) < most / 10, grown

@@ -1,5 +1,6 @@
 """Memory that grows with the workers: how they start, and what the dataset holds."""
 
+import multiprocessing
 from functools import partial
 from itertools import product
 
@@ -7,12 +8,14 @@ import numpy as np
 import psutil
 from torch.utils.data import DataLoader, Dataset
 
+from datamodule import PRELOADED
 from studies.measuring import LIMIT, Case, children, fresh, take_turns
 from studies.stores import full_or_quick
 from studies.tree_memory import tree_mb
 
 WORKERS = 4
 BATCH = 1000
+STARTS = ("fork", "forkserver", "forkserver, preloaded", "spawn")
 
 
 class Tuples(Dataset):
@@ -46,7 +49,7 @@ def growth(repeats: int) -> list[dict]:
     """
     samples = full_or_quick(1_000_000, 10_000)
     cases = []
-    for index, method in product(INDEXES, ("fork", "forkserver", "spawn")):
+    for index, method in product(INDEXES, STARTS):
         work = partial(fresh, LIMIT, measure_growth, index, method, samples)
         cases.append(Case({"index": index, "start_method": method}, work))
     return take_turns("growth", cases, repeats)
@@ -54,6 +57,9 @@ def growth(repeats: int) -> list[dict]:
 
 def measure_growth(index: str, method: str, samples: int) -> dict[str, float]:
     """Megabytes of the process tree. No worker ends before the last look."""
+    method, _, preloaded = method.partition(", ")
+    if preloaded:
+        multiprocessing.set_forkserver_preload([*PRELOADED, __name__])
     dataset = INDEXES[index](samples)
     loader = DataLoader(
         dataset,
