@@ -35,15 +35,13 @@ def run_kernels(plan: Plan, found: Found) -> None:
     """
     device = torch.device(plan.device)
     best = replace(fixes.best_fixes(device), tf32=plan.device == "cuda")
-    narrow, *_, wide = plan.widths[:1] + plan.widths[-1:]
+    plain = replace(best, channels_last=False)
+    narrow = plan.widths[0]
+    wide = plan.widths[-1]
     large = max(plan.step_batches)
     cases = {
         f"width {narrow}, batch {large}": (best, narrow, large),
-        f"width {narrow}, batch {large}, without channels_last": (
-            replace(best, channels_last=False),
-            narrow,
-            large,
-        ),
+        f"width {narrow}, batch {large}, without channels_last": (plain, narrow, large),
         f"width {wide}, batch {plan.wide_batch}": (best, wide, plan.wide_batch),
     }
     for case, (kind, width, batch_size) in cases.items():

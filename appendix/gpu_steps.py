@@ -54,7 +54,7 @@ class GraphedStep:
 
 
 class DeterministicStep:
-    """A step whose kernels add in the same order each time, as chapter 6's runs may ask for."""
+    """A step whose kernels add in the same order each time."""
 
     def __init__(self, step: Step):
         self.step = step

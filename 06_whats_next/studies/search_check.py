@@ -26,7 +26,7 @@ from results import RESULTS, save_rows
 from task import make_data
 from tune import RUNGS, choose, make_pruner, make_sampler, start_processes, train_trial
 
-RATES = np.geomspace(3e-4, 1e-1, 11)
+RATES = np.geomspace(3e-4, 1e-1, 11).tolist()
 BATCH_SIZES = (4, 8, 16, 32)
 PADDINGS = ("zeros", "replicate")
 WAYS = (("random", "none"), ("tpe", "none"), ("random", "halving"), ("tpe", "halving"))
@@ -122,9 +122,13 @@ def replay_all(table: Table, repeats: int) -> list[dict]:
         reached = [replay(table, sampler, pruner, seed) for seed in range(repeats)]
         above = np.array(reached) / lowest - 1
         for n, compute in enumerate(COMPUTE):
-            low, middle, high = np.quantile(above[:, n], [0.25, 0.5, 0.75])
+            low, middle, high = np.quantile(above[:, n], [0.25, 0.5, 0.75]).tolist()
             row = {"what": "replay", "sampler": sampler, "pruner": pruner}
-            row |= {"compute": compute, "repeats": repeats, "mean": above[:, n].mean()}
+            row |= {
+                "compute": compute,
+                "repeats": repeats,
+                "mean": float(above[:, n].mean()),
+            }
             rows.append({**row, "median": middle, "low": low, "high": high})
     return rows
 
