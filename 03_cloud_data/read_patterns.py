@@ -37,7 +37,6 @@ from typing import NamedTuple
 import numpy as np
 import obstore
 import psutil
-import train
 import xarray as xr
 import zarr
 from fsspec.spec import AbstractBufferedFile
@@ -45,6 +44,8 @@ from matplotlib.figure import Figure
 from obstore.fsspec import FsspecStore
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+
+import train
 
 HERE = Path(__file__).parent
 OUTPUTS, RESULTS = HERE / "outputs", HERE / "results"

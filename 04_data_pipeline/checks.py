@@ -1,4 +1,4 @@
-"""Refuse options that cannot work, with a remedy, and fill in the slots."""
+"""Refuse options that cannot work, with a remedy."""
 
 import argparse
 import os
@@ -75,16 +75,6 @@ def check_batch_size(args: argparse.Namespace) -> None:
         ranks = f"{args.devices} devices x {args.num_nodes} nodes"
         reason = f"{ranks} x {args.accumulate_grad_batches} micro-batches"
         refuse(f"--batch-size {args.batch_size}: {reason} need at least {smallest}")
-
-
-def set_slots(args: argparse.Namespace) -> None:
-    """Fill in the slots; refuse a batch that cannot be shared among ranks or slots."""
-    check_batch_size(args)
-    if args.shuffle_slots is None:  # whatever the workers: they decide no result
-        args.shuffle_slots = 4 * args.batch_size
-    if args.shuffle_slots % args.batch_size and args.batch_size % args.shuffle_slots:
-        remedy = f"give a multiple or a divisor of --batch-size {args.batch_size}"
-        refuse(f"--shuffle-slots {args.shuffle_slots}: {remedy}")
 
 
 def check_start_method(method: str) -> None:

@@ -15,11 +15,11 @@ from checks import (
     check_server,
     check_start_method,
     check_store,
-    set_slots,
 )
 from devices import set_devices
 from errors import program
 from precision import set_precision
+from slots import set_slots
 
 # What you change for data of your own, here or by flags.
 VARIABLES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]

@@ -202,15 +202,19 @@ class PatchDataset(Dataset):
 
     def __getitems__(self, indices: list[tuple[int, int]]) -> list[dict]:
         """The samples of a batch, read at once. What each holds: see PatchMaker.make_batch."""
+        batch = self.read_batch(indices)
+        separate = []
+        for n in range(len(indices)):
+            separate.append({name: array[n] for name, array in batch.items()})
+        return separate
+
+    def read_batch(self, indices: list[tuple[int, int]]) -> dict[str, np.ndarray]:
+        """The batch of these samples, read at once: see PatchMaker.make_batch."""
         patches = [self.patch(step, k) for step, k in indices]
         regions = [self.maker.region(patch) for patch in patches]
         values = self.reader.read_at_once(regions)
         samples = [Sample(*each) for each in zip(patches, values)]
-        batch = self.maker.make_batch(samples)
-        separate = []
-        for n in range(len(samples)):
-            separate.append({name: array[n] for name, array in batch.items()})
-        return separate
+        return self.maker.make_batch(samples)
 
 
 @dataclass(frozen=True)

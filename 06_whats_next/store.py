@@ -303,7 +303,7 @@ class FieldReader:
 
 
 class RequestCounter(Callback):
-    """Adds up what the training batches cost: batch["traffic"], see wind_blocks.py."""
+    """Adds up what the training's batches cost, which each has in batch["traffic"]."""
 
     def __init__(self):
         self.total = torch.zeros(4, dtype=torch.int64)

@@ -49,10 +49,8 @@ CHAPTERS = [
 # Edit them there, and `carry` copies them on.
 HANDED_ON = {
     "01_setup": ["kept_rmse.py", "optimal_interpolation.py"],
-    "04_data_pipeline": [
+    "03_cloud_data": [
         "arguments.py",
-        "block_loader.py",
-        "block_order.py",
         "checkpoints.py",
         "checks.py",
         "chunking.py",
@@ -61,7 +59,6 @@ HANDED_ON = {
         "command_line.py",
         "coordinates.py",
         "data.py",
-        "datamodule.py",
         "decoding.py",
         "demo_store.py",
         "devices.py",
@@ -70,6 +67,7 @@ HANDED_ON = {
         "fields.py",
         "levels.py",
         "location.py",
+        "model.py",
         "oi_baseline.py",
         "remedies.py",
         "results.py",
@@ -79,13 +77,13 @@ HANDED_ON = {
         "store_climatology.py",
         "store_defaults.py",
         "store_interpolation.py",
-        "wind_blocks.py",
         "workers.py",
         "ruff.toml",
     ],
+    "04_data_pipeline": ["block_loader.py", "block_order.py", "datamodule.py", "slots.py", "wind_blocks.py"],
     "05_model_profiling": ["model.py", "precision.py"],
 }
-SINGLE_FILES = ["01_setup", "02_multi_gpu", "03_cloud_data"]  # their lessons are not in modules yet
+SINGLE_FILES = ["01_setup", "02_multi_gpu"]  # their lessons are not in modules yet
 NOT_HANDED_ON = {"06_whats_next": ["checkpoints.py"]}  # it has survival/checkpoints.py
 
 
@@ -95,7 +93,8 @@ def _carried_files() -> dict[str, list[str]]:
     for number, chapter in enumerate(CHAPTERS):
         if chapter not in SINGLE_FILES:
             earlier = [name for before in CHAPTERS[:number] for name in HANDED_ON.get(before, [])]
-            carried[chapter] = sorted(set(earlier) - set(NOT_HANDED_ON.get(chapter, [])))
+            own = {*HANDED_ON.get(chapter, []), *NOT_HANDED_ON.get(chapter, [])}
+            carried[chapter] = sorted(set(earlier) - own)
     return carried
 
 

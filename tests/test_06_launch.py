@@ -13,6 +13,7 @@ import book
 import checks
 import kubernetes_validate
 import pytest
+import slots
 import yaml
 from options import Options
 from run_options import make_parser
@@ -101,7 +102,7 @@ def test_each_node_starts_train_py_with_its_rank_and_the_place_to_meet(launcher,
     assert place[:2] == [str(node), head]
     assert 1024 <= int(place[2]) < 65536
     assert (flags.devices, flags.num_nodes) == (8, 2)
-    checks.set_slots(flags)  # exits if the batch is too small for the ranks
+    slots.set_slots(flags)  # exits if the batch is too small for the ranks
     checks.check_secrets(flags, "store", "checkpoint_dir")
     checks.check_store("--store", flags.store)
     checks.check_server(flags, "checkpoint_dir")
