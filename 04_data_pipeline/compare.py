@@ -31,6 +31,7 @@ from studies.readers import READERS
 from studies.server import LATENCIES, serve
 from studies.stores import QUICK, SIZE, make_stores, store_flags
 from studies.tree_memory import KIND
+from studies.ways import SLOTS
 
 COMMAND = "uv run --python 3.12 --group peers python compare.py"
 LAYOUT = "whole maps"
@@ -102,6 +103,8 @@ def measure_in_turn(
             flags = store_flags(
                 LAYOUT,
                 server,
+                "--shuffle-slots",
+                SLOTS,
                 "--patches-per-block",
                 case.patches_per_block,
                 "--num-workers",

@@ -79,12 +79,19 @@ HANDED_ON = {
         "store_interpolation.py",
         "workers.py",
         "ruff.toml",
+        "studies/__init__.py",
+        "studies/server.py",
+        "studies/stores.py",
     ],
     "04_data_pipeline": ["block_loader.py", "block_order.py", "datamodule.py", "slots.py", "wind_blocks.py"],
     "05_model_profiling": ["model.py", "precision.py"],
 }
 SINGLE_FILES = ["01_setup", "02_multi_gpu"]  # their lessons are not in modules yet
-NOT_HANDED_ON = {"06_whats_next": ["checkpoints.py"]}  # it has survival/checkpoints.py
+STUDIES = ["studies/__init__.py", "studies/server.py", "studies/stores.py"]
+NOT_HANDED_ON = {
+    "05_model_profiling": STUDIES,  # it has none
+    "06_whats_next": ["checkpoints.py", *STUDIES],  # it has survival/checkpoints.py
+}
 
 
 def _carried_files() -> dict[str, list[str]]:

@@ -96,7 +96,7 @@ def test_blocks_cost_fewer_requests_and_bytes_and_are_measured_in_whole_reads(
         row = ladder["stacked", rung]
         for name in ("requests_per_sample", "bytes_per_sample"):
             assert row[name] < naive[name] / 2, (rung, name)
-        assert row["samples"] % (studies.stores.SLOTS * row["patches_per_block"]) == 0
+        assert row["samples"] % (studies.ways.SLOTS * row["patches_per_block"]) == 0
 
 
 @pytest.mark.parametrize("scheduler", [None, "threads"])

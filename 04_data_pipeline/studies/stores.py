@@ -19,7 +19,6 @@ LAYOUTS = {
 # Of the stores, and of what is read. --quick has a day of each month, at least.
 SIZE = {"days": 200, "resolution": 0.25, "patch": 64, "batch": 32}
 QUICK = {"days": 132, "resolution": 10, "patch": 16, "batch": 8}
-SLOTS = 32  # train.py's default is four times the batch
 
 
 def full_or_quick(full: Any, quick: Any) -> Any:
@@ -66,6 +65,5 @@ def store_flags(layout: str, server: Server, *more: object) -> list[str]:
     flags += ["--store", f"s3://{store_key(layout)}"]
     flags += ["--patch-size", SIZE["patch"]]
     flags += ["--batch-size", SIZE["batch"]]
-    flags += ["--shuffle-slots", SLOTS]
     flags += ["--max-steps", 10**6]
     return [str(flag) for flag in [*flags, *more]]

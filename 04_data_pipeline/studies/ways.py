@@ -27,10 +27,11 @@ from steps import StepSampler
 from store import FieldReader
 from studies.measuring import children, cpu_seconds
 from studies.server import Server
-from studies.stores import SIZE, SLOTS, store_flags
+from studies.stores import SIZE, store_flags
 from task import make_data, make_datamodule, make_model
 from workers import start_worker
 
+SLOTS = 32  # train.py's default is four times the batch
 Step = Callable[[dict], None]
 
 
@@ -96,7 +97,7 @@ class Naive(Dataset):
 @lru_cache
 def open_data(layout: str, server: Server) -> tuple[Options, Data]:
     """What train.py makes of a layout's store, with its options."""
-    options = parse_options("", store_flags(layout, server))
+    options = parse_options("", store_flags(layout, server, "--shuffle-slots", SLOTS))
     return make_data(options, make_location(options))
 
 
