@@ -1,8 +1,8 @@
 """Chapter 3's measurements: what each way to read asks a server for, when, and that all of them read the same."""
 
-import argparse
+import importlib
+from collections.abc import Iterator
 from itertools import cycle, islice, product
-from pathlib import Path
 from types import SimpleNamespace
 
 import book
@@ -13,9 +13,7 @@ import runs
 import xarray as xr
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-CHAPTER = book.ROOT / "03_cloud_data"
 LAYOUTS = {  # of a map of 19 x 36, for patches of 16 x 16
-    "NetCDF files": None,
     "whole maps": (1, 0, 0, 0),
     "128 x 128": (1, 16, 16, 0),
     "8 times of 64 x 64": (8, 8, 8, 0),
@@ -27,6 +25,7 @@ PLACES = {  # rows count from the south, chunks from the north: the northernmost
     "across the seam": {"time": 0, "latitude": slice(1, 17), "longitude": np.arange(30, 46) % 36},
 }
 INDEX = 5 * 9 * 16 + 4  # bytes at the end of a shard: offset and size of 5 x 9 chunks, and a checksum
+MODULES = ("costs", "netcdf_files", "server", "stores", "timeline", "ways")
 
 thorough = pytest.mark.thorough
 
@@ -37,47 +36,45 @@ def no_process_outlives_its_test():
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory):
-    """read_patterns.py with small stores, in a folder of their own."""
+def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """read_patterns.py and the modules of its studies, with small stores in a folder of their own."""
     folder = tmp_path_factory.mktemp("chapter")
-    make_store = runs.load("03_cloud_data/make_store.py", "make_store_of_patterns")
-    make_store.HERE = folder
-    with pytest.MonkeyPatch.context() as patch:
-        script = runs.load("03_cloud_data/read_patterns.py", "read_patterns_under_test")
-        patch.setattr(script, "LAYOUTS", LAYOUTS)
-        patch.setattr(script, "LATENCIES", (5,))
-        patch.setattr(script, "BATCH", 4)
-        patch.setattr(script, "QUIET", np.inf)
-        patch.setattr(script, "BLOCK", 4096)
-        patch.setattr(script, "OUTPUTS", folder / "outputs")
-        patch.setattr(script, "RESULTS", folder / "results")
-        with patch.context() as here:  # make_store.py as a function, which is quicker
-            run = SimpleNamespace(run=lambda command, check: make_store.main(command[2:]))
-            here.setattr(script, "subprocess", run)
-            script.make_stores(arguments())
-        patch.setattr(script, "make_stores", lambda args: None)
-        yield script
-
-
-def arguments(**other: object) -> argparse.Namespace:
-    """Those of read_patterns.py for the small stores."""
-    options = {"days": 24, "resolution": 10.0, "patch_size": 16, "repeats": 1, "seconds": 0.02}
-    return argparse.Namespace(**options | other)
+    with book.rooms("03_cloud_data"), pytest.MonkeyPatch.context() as patch:
+        make_store = runs.load("03_cloud_data/make_store.py", "make_store_of_patterns")
+        patch.setattr(make_store, "HERE", folder)
+        found = {name: importlib.import_module(f"studies.{name}") for name in MODULES}
+        found = SimpleNamespace(read_patterns=importlib.import_module("read_patterns"), **found)
+        for name, value in (found.stores.QUICK | {"days": 36, "batch": 4}).items():
+            patch.setitem(found.stores.SIZE, name, value)
+        for name, layout in LAYOUTS.items():
+            patch.setitem(found.stores.LAYOUTS, name, layout)
+        patch.setattr(found.stores, "QUICK", dict(found.stores.SIZE))  # so that they are quick
+        for module in (found.costs, found.timeline):
+            patch.setattr(module, "LATENCIES", (5,))
+        for module in (found.server, found.stores, found.netcdf_files):
+            patch.setattr(module, "BUCKETS", folder / "outputs")
+        patch.setattr(found.netcdf_files, "BLOCK_BYTES", 4096)
+        patch.setattr(found.stores, "run_make_store", lambda *flags: make_store.main(list(map(str, flags))))
+        found.stores.make_stores(LAYOUTS)
+        patch.setattr(found.read_patterns, "make_stores", lambda layouts: None)
+        for name in ("read_patterns", "results"):
+            patch.setattr(importlib.import_module(name), "RESULTS", folder / "results")
+        yield found
 
 
 @pytest.fixture(scope="module")
-def server(script):
-    with script.serve(0) as server:
+def server(studies):
+    with studies.server.serve(0) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def ways(script, server) -> dict[tuple[str, str], tuple]:
+def ways(studies, server) -> dict[tuple[str, str], tuple]:
     """Every way to read, by layout and name."""
-    ways = script.ways_of_files(server, arguments())
-    for layout in [layout for layout, shape in LAYOUTS.items() if shape]:
-        store = script.open_patches(layout, server, arguments()).store
-        ways += script.ways_of_zarr(layout, store) + script.ways_of_asyncio(layout, store)
+    ways = studies.netcdf_files.ways_of_files(server)
+    for layout in LAYOUTS:
+        reader = studies.ways.open_patches(studies.stores.store_flags(layout, server)).reader
+        ways += studies.ways.ways_of_zarr(layout, reader) + studies.ways.ways_of_asyncio(layout, reader)
     return {(way.layout, way.name): way for way in ways}
 
 
@@ -86,46 +83,45 @@ def cells(region: dict) -> tuple[np.ndarray, np.ndarray]:
     return 18 - np.arange(19)[region["latitude"]], np.arange(36)[region["longitude"]]
 
 
-def expected(script, layout: str, region: dict) -> list[int]:
+def expected(studies, layout: str, region: dict) -> list[int]:
     """Bytes of each GET that a region needs of a Zarr store, from the files that the store consists of."""
     times, height, width, shard_times = LAYOUTS[layout]
     rows, columns = cells(region)
-    chunks = product(
-        {row // height if height else 0 for row in rows}, {c // width if width else 0 for c in columns}
-    )
+    chunk_rows = {row // height if height else 0 for row in rows}
+    chunk_columns = {column // width if width else 0 for column in columns}
+    names = studies.netcdf_files.VARIABLES
     sizes = []
-    for (y, x), name in product(list(chunks), script.train.VARIABLES):
-        array = (
-            script.OUTPUTS / script.store_key(layout, arguments()) / name / "c" / str(region["time"] // times)
-        )
+    for y, x, name in product(chunk_rows, chunk_columns, names):
+        array = studies.stores.store_path(layout) / name / "c" / str(region["time"] // times)
         if shard_times:
             index = np.frombuffer((array / "0/0").read_bytes()[-INDEX:-4], "<u8").reshape(5, 9, 2)
             sizes.append(int(index[y, x, 1]))
         else:
             sizes.append((array / f"{y}/{x}").stat().st_size)
-    return sizes + [INDEX] * len(script.train.VARIABLES) * bool(shard_times)
+    return sizes + [INDEX] * len(names) * bool(shard_times)
 
 
 # ------------------------------------------------------------------------------------ what is asked for
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layout", [layout for layout, shape in LAYOUTS.items() if shape])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_patch_costs_the_chunks_that_it_touches_whichever_way_it_is_read(
-    layout: str, place: str, script, server, ways
+    layout: str, place: str, studies, server, ways
 ) -> None:
     region = PLACES[place]
-    sizes = expected(script, layout, region)
-    if layout == script.TILES:  # two variables
+    sizes = expected(studies, layout, region)
+    if layout == studies.costs.TILES:  # two variables
         assert len(sizes) == {"in one chunk": 2, "across four": 8, "across the seam": 12}[place]
     if layout == "64 x 64 in shards":
         assert len(sizes) == 2 * (1 + {"in one chunk": 16, "across four": 20, "across the seam": 25}[place])
     for way in [way for (of, _), way in ways.items() if of == layout]:
+        way.log.clear()
         before = server.counts()
         way.read([region])
         requests, size, _ = server.counts() - before
         assert (requests, size) == (len(sizes), sum(sizes))
-        assert sorted(size for *_, size in way.log) == sorted(sizes)
+        assert sorted(get.size for get in way.log) == sorted(sizes)
 
 
 def test_a_netcdf_file_costs_one_request_a_variable_or_with_obstores_file_one_a_row(server, ways) -> None:
@@ -139,10 +135,10 @@ def test_a_netcdf_file_costs_one_request_a_variable_or_with_obstores_file_one_a_
     assert found == {"one by one": 2, "one by one, obstore's file": 2 * 16}
 
 
-def test_every_way_reads_what_the_files_hold(script, ways) -> None:
-    folder = script.OUTPUTS / "files/24_days_10_degrees"
+def test_every_way_reads_what_the_files_hold(studies, ways) -> None:
+    folder = studies.server.BUCKETS / "files/36_days_10_degrees"
     with xr.open_mfdataset(str(folder / "*.nc"), data_vars="minimal") as files:
-        winds = np.stack([files[name].values for name in script.train.VARIABLES], axis=1)
+        winds = np.stack([files[name].values for name in studies.netcdf_files.VARIABLES], axis=1)
     regions = list(PLACES.values())
     truth = [winds[region["time"]][:, *np.ix_(*cells(region))] for region in regions]
     for way in ways.values():
@@ -152,16 +148,17 @@ def test_every_way_reads_what_the_files_hold(script, ways) -> None:
 # ---------------------------------------------------------------------------------------------- studies
 
 
-@pytest.mark.thorough
-def test_patterns_counts_what_every_way_asks_for(script) -> None:
-    rows = script.patterns(arguments())
-    with script.serve(0) as server:
-        regions = script.draw_regions(script.open_patches(script.TILES, server, arguments()), 8)
+@thorough
+def test_patterns_counts_what_every_way_asks_for(studies) -> None:
+    rows = studies.costs.patterns(1)
+    with studies.server.serve(0) as server:
+        flags = studies.stores.store_flags(studies.costs.TILES, server)
+        regions = studies.ways.draw_regions(studies.ways.open_patches(flags), 8)
     assert len(rows) == 3 + 4 * 2 + 2
     for row in rows:
-        if LAYOUTS[row["layout"]]:
+        if row["layout"] in LAYOUTS:
             read = islice(cycle(regions), row["samples"])
-            sizes = [expected(script, row["layout"], region) for region in read]
+            sizes = [expected(studies, row["layout"], region) for region in read]
             assert row["requests_per_sample"] * row["samples"] == pytest.approx(sum(map(len, sizes)))
             size = sum(map(sum, sizes)) / row["samples"]
             assert row["bytes_per_sample"] == pytest.approx(size)
@@ -169,14 +166,10 @@ def test_patterns_counts_what_every_way_asks_for(script) -> None:
         assert ("get_ms" in row) == (row["way"] != "one by one, obstore's file")
 
 
-def test_one_by_one_no_two_samples_are_waited_for_at_once_but_by_train_py(
-    script, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = (
-        "timeline server --days 24 --resolution 10 --patch-size 16 --repeats 1 --seconds 0.02 --save-results"
-    )
-    script.main(flags.split())
-    rows = book.results(script.RESULTS / "timeline.json")["rows"]
+def test_one_by_one_no_two_samples_are_waited_for_at_once_but_by_train_py(studies) -> None:
+    studies.read_patterns.main("timeline server --repeats 1 --save-results".split())
+    results = studies.read_patterns.RESULTS
+    rows = book.results(results / "timeline.json")["rows"]
     overlaps = {}
     for name in ("one by one", "train.py"):
         of = [row for row in rows if row["way"] == name]
@@ -187,33 +180,33 @@ def test_one_by_one_no_two_samples_are_waited_for_at_once_but_by_train_py(
             for one, other in product(of, of)
         )
     assert overlaps["one by one"] == 0 < overlaps["train.py"]
-    figure = script.draw_timeline(rows)
+    figure = studies.timeline.plot_timeline(rows)
     FigureCanvasAgg(figure).draw()
     bars = [len(axes.patches) for axes in figure.axes]
     assert bars == [len([row for row in rows if row["way"] == name]) for name in overlaps]
-    assert (script.RESULTS / "timeline.png").stat().st_size > 1000
+    assert (results / "timeline.png").stat().st_size > 1000
     found = {}
-    for row in book.results(script.RESULTS / "server.json")["rows"]:
+    for row in book.results(results / "server.json")["rows"]:
         found.setdefault(row["layout"], {})[row["way"]] = row["requests_per_sample"]
     assert len(found) == 4
     assert all(row["GETs alone"] == pytest.approx(row["train.py"], rel=0.7) for row in found.values())
 
 
-@pytest.mark.parametrize("flags", ["speed", "timeline --repeats 0", "start_methods --limit 0"])
-def test_a_wrong_flag_is_named(flags: str, script, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flags", ["speed", "timeline --repeats 0"])
+def test_a_wrong_flag_is_named(flags: str, studies, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        script.main(flags.split())
+        studies.read_patterns.main(flags.split())
     assert ended.value.code == 2
     assert f"error: {flags.partition(' ')[2] or flags}: " in capsys.readouterr().err.splitlines()[-1]
 
 
 @thorough
-def test_a_worker_waits_for_ever_after_a_fork_and_reads_after_forkserver_and_spawn(tmp_path: Path) -> None:
-    flags = "start_methods --days 24 --resolution 10 --patch-size 16 --repeats 1 --limit 60"
-    done = programs.run("03_cloud_data/read_patterns.py", *flags.split())
-    rows = {
-        line.split("'")[3]: "'arrived': 1" in line for line in done.out.splitlines() if "'start': " in line
-    }
+def test_a_worker_waits_for_ever_after_a_fork_and_reads_after_forkserver_and_spawn() -> None:
+    done = programs.run("03_cloud_data/read_patterns.py", *"start_methods --quick --repeats 1".split())
+    rows = {}
+    for line in done.out.splitlines():
+        if "'start': " in line:
+            rows[line.split("'")[3]] = "'arrived': 1" in line
     assert rows == {"fork": False, "fork, a store of its own": False, "forkserver": True, "spawn": True}
 
 

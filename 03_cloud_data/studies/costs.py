@@ -14,7 +14,7 @@ from options import VARIABLES
 from results import spread
 from studies.netcdf_files import ways_of_files
 from studies.server import LATENCIES, Server, serve
-from studies.stores import LAYOUTS, SIZE, full_or_quick
+from studies.stores import LAYOUTS, SIZE, full_or_quick, store_flags
 from studies.ways import (
     Way,
     draw_regions,
@@ -39,7 +39,7 @@ def patterns(repeats: int) -> list[dict]:
             server = stack.enter_context(serve(latency))
             ways = ways_of_files(server)
             for layout in LAYOUTS:
-                patches = open_patches(layout, server)
+                patches = open_patches(store_flags(layout, server))
                 ways += ways_of_zarr(layout, patches.reader)
                 if layout == TILES:
                     ways += ways_of_asyncio(layout, patches.reader)
@@ -54,7 +54,7 @@ def server_alone(repeats: int) -> list[dict]:
         for latency in LATENCIES:
             server = stack.enter_context(serve(latency))
             for layout in LAYOUTS:
-                patches = open_patches(layout, server)
+                patches = open_patches(store_flags(layout, server))
                 regions = draw_regions(patches, 2 * SIZE["batch"])
                 alone = way_of_obstore(layout, patches.reader, regions)
                 _, at_once = ways_of_zarr(layout, patches.reader)

@@ -11,6 +11,7 @@ from data import PatchDataset
 from datamodule import PRELOADED
 from studies.costs import TILES
 from studies.server import LATENCIES, serve
+from studies.stores import store_flags
 from studies.ways import open_patches
 
 LIMIT = 20  # seconds to wait for the first batch
@@ -21,7 +22,8 @@ def start_methods(repeats: int) -> list[dict]:
     """A row for each way to start a worker after its parent has read from a bucket."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     with serve(max(LATENCIES)) as server:
-        patches = open_patches(TILES, server, SAMPLES)
+        flags = store_flags(TILES, server, "--batch-size", SAMPLES)
+        patches = open_patches(flags)
         patches.read_batch([(0, 0)])  # obstore's threads are there from now on
         unopened = pickle.loads(pickle.dumps(patches))
         starts = {

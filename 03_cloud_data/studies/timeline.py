@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from studies.costs import TILES
 from studies.server import LATENCIES, serve
+from studies.stores import store_flags
 from studies.ways import Get, Way, draw_regions, open_patches, ways_of_zarr
 
 SAMPLES = 8
@@ -16,7 +17,8 @@ COLOURS = ("#0072B2", "#E69F00")  # in turn: each sample ends where the next beg
 def timeline(repeats: int) -> list[dict]:
     """A row for each GET of a batch, by each way: of the median of some runs."""
     with serve(max(LATENCIES)) as server:
-        patches = open_patches(TILES, server, SAMPLES)
+        flags = store_flags(TILES, server, "--batch-size", SAMPLES)
+        patches = open_patches(flags)
         regions = draw_regions(patches, SAMPLES)
         ways = ways_of_zarr(TILES, patches.reader)
         runs: list[list[list[Get]]] = [[] for _ in ways]
@@ -47,15 +49,14 @@ def duration(log: list[Get]) -> float:
 def describe(way: Way, log: list[Get], times: list[int]) -> list[dict]:
     """A row for each GET. A key is VARIABLE/c/TIME/ROW/COLUMN."""
     rows = []
+    first = log[0].began
     for order, get in enumerate(log):
-        row = {
-            "way": way.name,
-            "order": order,
-            "sample": times.index(int(get.key.split("/")[2])),
-            "bytes": get.size,
-            "began_ms": 1e3 * (get.began - log[0].began),
-            "ended_ms": 1e3 * (get.ended - log[0].began),
-        }
+        _, _, time, *_ = get.key.split("/")
+        row = {"way": way.name, "order": order}
+        row["sample"] = times.index(int(time))
+        row["bytes"] = get.size
+        row["began_ms"] = 1e3 * (get.began - first)
+        row["ended_ms"] = 1e3 * (get.ended - first)
         rows.append(row)
     return rows
 
@@ -66,29 +67,30 @@ def plot_timeline(rows: list[dict]) -> Figure:
     figure = Figure(figsize=(11, 6), layout="constrained")
     panels = figure.subplots(len(ways), 1, sharex=True, squeeze=False).flat
     for axes, way in zip(panels, ways):
-        plot_way(axes, way, [row for row in rows if row["way"] == way])
+        of_way = [row for row in rows if row["way"] == way]
+        plot_gets(axes, of_way)
+        whole = max(row["ended_ms"] for row in of_way)
+        samples = len({row["sample"] for row in of_way})
+        title = f"{way}: {len(of_way)} GETs for {samples} samples, {whole:.0f} ms"
+        axes.set_title(title, fontsize=14)
     axes.set_xlabel("ms since the first GET was sent", fontsize=13)
-    handles = axes.get_legend_handles_labels()
-    figure.legend(
-        *handles, loc="outside upper center", ncols=2, frameon=False, fontsize=13
-    )
+    bars, labels = axes.get_legend_handles_labels()
+    place = {"loc": "outside upper center", "ncols": 2}
+    figure.legend(bars, labels, frameon=False, fontsize=13, **place)
     return figure
 
 
-def plot_way(axes: Axes, way: str, rows: list[dict]) -> None:
-    """The panel of a way: the GETs from top to bottom in the order in which they were sent."""
+def plot_gets(axes: Axes, rows: list[dict]) -> None:
+    """The GETs from top to bottom, in the order in which they were sent."""
     for parity, colour in enumerate(COLOURS):
         bars = [row for row in rows if row["sample"] % 2 == parity]
         lines = [row["order"] for row in bars]
         begins = [row["began_ms"] for row in bars]
         lengths = [row["ended_ms"] - row["began_ms"] for row in bars]
         samples = sorted({row["sample"] for row in bars})
-        label = f"of samples {', '.join(map(str, samples))}"
-        axes.barh(lines, lengths, 0.8, begins, color=colour, label=label)
-    whole = max(row["ended_ms"] for row in rows)
-    samples = len({row["sample"] for row in rows})
-    title = f"{way}: {len(rows)} GETs for {samples} samples, {whole:.0f} ms"
-    axes.set_title(title, fontsize=14)
+        names = ", ".join(map(str, samples))
+        drawn = axes.barh(lines, lengths, 0.8, begins, color=colour)
+        drawn.set_label(f"of samples {names}")
     axes.set_ylabel("GET", fontsize=13)
     axes.tick_params(labelsize=12)
     axes.invert_yaxis()

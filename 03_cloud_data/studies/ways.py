@@ -18,8 +18,7 @@ from data import PatchDataset
 from location import client_options
 from options import parse_options
 from store import READS_AT_ONCE, FieldReader
-from studies.server import Server
-from studies.stores import SIZE, store_flags
+from studies.stores import SIZE
 from task import make_data, make_datamodule
 
 
@@ -60,11 +59,8 @@ class LoggedStore(WrapperStore):
         return content
 
 
-def open_patches(layout: str, server: Server, batch: int | None = None) -> PatchDataset:
-    """The training patches of train.py, out of a layout's store, whose GETs are logged."""
-    flags = store_flags(layout, server)
-    if batch:
-        flags += ["--batch-size", str(batch)]
+def open_patches(flags: list[str]) -> PatchDataset:
+    """The training patches of train.py with these flags. The store's GETs are logged."""
     options = parse_options("", flags)
     options, data = make_data(options, make_location(options))
     patches = make_datamodule(options, data).train_patches()
