@@ -1,8 +1,6 @@
-"""Chapter 3's S3 server: what a client reads, writes and lists, how it fails on request, and how it ends."""
+"""Chapter 3's S3 server: what a client reads, writes and lists, how it fails on request, how it ends."""
 
-import asyncio
 import http.client
-import importlib.util
 import json
 import os
 import select
@@ -11,11 +9,11 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from email.utils import formatdate
 from pathlib import Path
-from urllib.parse import quote
+from typing import NamedTuple
+from urllib.parse import quote, urlencode
 
 import buckets
 import psutil
@@ -23,19 +21,28 @@ import pytest
 from obstore.exceptions import PermissionDeniedError
 from obstore.store import S3Store
 
-KEY, DATA = "a b/c=1/ü&+%.bin", bytes(range(256)) * 300
-FAULTS = {"error_rate": 0.05, "reset_rate": 0.01, "truncate_rate": 0.01}
+KEY = "a b/c=1/ü&+%.bin"
+DATA = bytes(range(256)) * 300
+DIGITS = b"0123456789"
+CHANGED = 1_000_000_000  # when the object "digits" was: a Sunday
+FAULTS = ("SlowDown", "reset", "truncated")
 LIMIT = 60  # seconds: a guard against hangs
+
+
+class Answer(NamedTuple):
+    status: int
+    body: bytes
+    headers: dict[str, str]  # their names are in lower case
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("buckets")
-    (folder / "winds" / KEY).parent.mkdir(parents=True)
-    (folder / "winds" / KEY).write_bytes(DATA)
-    for name, content in {"winds/digits": b"0123456789", "winds/empty": b"", "outside": b"secret"}.items():
+    objects = {f"winds/{KEY}": DATA, "winds/digits": DIGITS, "winds/empty": b"", "outside": b"secret"}
+    for name, content in objects.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    os.utime(folder / "winds/digits", (1_000_000_000, 1_000_000_000))  # a Sunday
+    os.utime(folder / "winds/digits", (CHANGED, CHANGED))
     return folder
 
 
@@ -46,24 +53,23 @@ def address(folder):
 
 
 def store(address: str, bucket: str = "winds", **options: object) -> S3Store:
-    options = {
-        "skip_signature": True,
-        "region": "us-east-1",
-        "client_options": {"allow_http": True},
-    } | options
-    return S3Store(bucket, endpoint=address, virtual_hosted_style_request=False, **options)
+    options = {"skip_signature": True, "region": "us-east-1"} | options
+    options |= {"endpoint": address, "client_options": {"allow_http": True}}
+    return S3Store(bucket, virtual_hosted_style_request=False, **options)
 
 
 def connect(address: str) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(address.removeprefix("http://"), timeout=LIMIT)
 
 
-def ask(address: str, method: str, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
-    """Status, body and headers (in lower case) of the response."""
+def ask(address: str, method: str, path: str, **headers: str) -> Answer:
+    """A request without a client that would mend it: If_Match="x" is a header."""
     connection = connect(address)
-    connection.request(method, path, headers={name.replace("_", "-"): text for name, text in headers.items()})
+    sent = {name.replace("_", "-"): text for name, text in headers.items()}
+    connection.request(method, path, headers=sent)
     response = connection.getresponse()
-    answer = response.status, response.read(), {name.lower(): text for name, text in response.getheaders()}
+    received = {name.lower(): text for name, text in response.getheaders()}
+    answer = Answer(response.status, response.read(), received)
     connection.close()
     return answer
 
@@ -77,7 +83,7 @@ def test_obstore_reads_objects_and_ranges(address):
     assert winds.get("digits", options={"range": {"offset": 8}}).bytes() == b"89"
     assert winds.get("empty").bytes() == b""
     assert winds.head(KEY)["size"] == len(DATA)
-    assert winds.head("digits")["last_modified"].timestamp() == 1_000_000_000
+    assert winds.head("digits")["last_modified"].timestamp() == CHANGED
     for key in ("none", "digits/none", "a b", "n" * 300):
         for read in (winds.get, winds.head):
             with pytest.raises(FileNotFoundError):
@@ -86,43 +92,43 @@ def test_obstore_reads_objects_and_ranges(address):
 
 def test_obstore_lists_a_folder(address):
     winds = store(address)
-    listed = {entry["path"]: entry["size"] for entry in winds.list().collect()}
-    assert listed == {KEY: len(DATA), "digits": 10, "empty": 0}
+    listed = {entry["path"]: entry for entry in winds.list().collect()}
+    sizes = {KEY: len(DATA), "digits": 10, "empty": 0}
+    assert {key: entry["size"] for key, entry in listed.items()} == sizes
+    assert listed["digits"]["e_tag"] == winds.head("digits")["e_tag"]
     assert [entry["path"] for entry in winds.list("a b").collect()] == [KEY]
     assert [entry["path"] for entry in winds.list(offset="digits").collect()] == ["empty"]
+    assert winds.list("none").collect() == []
     level = winds.list_with_delimiter()
     assert level["common_prefixes"] == ["a b"]
     assert [entry["path"] for entry in level["objects"]] == ["digits", "empty"]
     assert winds.list_with_delimiter("a b")["common_prefixes"] == ["a b/c=1"]
-    assert winds.list("none").collect() == []
-    assert winds.list().collect()[1]["e_tag"] == winds.head("digits")["e_tag"]
-    starting = ask(address, "GET", "/winds?list-type=2&prefix=em")[1]
+    starting = ask(address, "GET", "/winds?list-type=2&prefix=em").body
     assert b"<Key>empty</Key>" in starting and b"<Key>digits</Key>" not in starting
-    assert ask(address, "HEAD", "/winds")[0] == 200
+    assert ask(address, "HEAD", "/winds").status == 200
 
 
 def test_ranges_as_http_has_them(address):
-    wanted = {
-        "bytes=0-0": b"0",
-        "bytes=8-99": b"89",
-        "bytes=4-": b"456789",
-        "bytes=-4": b"6789",
-        "bytes=-99": b"0123456789",
-    }
-    for header, content in wanted.items():
-        status, body, headers = ask(address, "GET", "/winds/digits", Range=header)
-        start = b"0123456789".index(content)
-        assert (status, body) == (206, content)
-        assert headers["content-range"] == f"bytes {start}-{start + len(content) - 1}/10"
-    assert ask(address, "GET", "/winds/digits", Range="bytes=10-12")[0] == 416
-    assert ask(address, "GET", "/winds/digits", Range="lines=1-2")[:2] == (200, b"0123456789")
-    status, body, headers = ask(address, "HEAD", "/winds/digits")
-    assert (status, body, headers["content-length"], headers["accept-ranges"]) == (200, b"", "10", "bytes")
+    contents = {"0-0": b"0", "8-99": b"89", "4-": b"456789", "-4": b"6789", "-99": DIGITS}
+    for asked, content in contents.items():
+        start = DIGITS.index(content)
+        for method, body in (("GET", content), ("HEAD", b"")):
+            answer = ask(address, method, "/winds/digits", Range=f"bytes={asked}")
+            assert answer[:2] == (206, body)
+            assert answer.headers["content-range"] == f"bytes {start}-{start + len(content) - 1}/10"
+            assert answer.headers["content-length"] == str(len(content))
+    for key, asked in (("digits", "10-12"), ("empty", "0-"), ("empty", "-1")):  # behind the end
+        assert ask(address, "GET", f"/winds/{key}", Range=f"bytes={asked}").status == 416
+    for asked in ("lines=1-2", "bytes=5-4"):  # S3 does not know them
+        assert ask(address, "GET", "/winds/digits", Range=asked)[:2] == (200, DIGITS)
+    whole = ask(address, "HEAD", "/winds/digits")
+    assert whole[:2] == (200, b"")
+    assert (whole.headers["content-length"], whole.headers["accept-ranges"]) == ("10", "bytes")
 
 
 def test_conditions_as_http_has_them(address):
-    path, before, after = "/winds/digits", formatdate(10**9 - 1, usegmt=True), formatdate(10**9, usegmt=True)
-    headers = ask(address, "GET", f"{path}?x-id=GetObject")[2]
+    before, after = (formatdate(CHANGED - early, usegmt=True) for early in (1, 0))
+    headers = ask(address, "GET", "/winds/digits?x-id=GetObject").headers
     tag = headers["etag"]
     assert headers["last-modified"] == "Sun, 09 Sep 2001 01:46:40 GMT"
     for asked, status in (
@@ -134,11 +140,12 @@ def test_conditions_as_http_has_them(address):
         ({"If_Unmodified_Since": before}, 412),
         ({"If_Unmodified_Since": before, "If_Match": tag}, 200),
     ):
-        assert ask(address, "GET", path, **asked)[0] == status, asked
+        assert ask(address, "GET", "/winds/digits", **asked).status == status, asked
 
 
 def test_a_changed_object_has_another_etag(address, folder):
-    changing, tags = folder / "winds" / "changing", set()
+    changing = folder / "winds" / "changing"
+    tags = set()
     for content, time in ((b"1", 1), (b"2", 2), (b"33", 2)):
         changing.write_bytes(content)
         os.utime(changing, (time, time))
@@ -148,22 +155,15 @@ def test_a_changed_object_has_another_etag(address, folder):
 
 
 def test_nothing_outside_the_bucket_is_read(address, folder):
-    outside = folder / "outside"
-    for path in (
-        "/winds/../outside",
-        "/winds/%2e%2e/outside",
-        "/winds/..%2foutside",
-        "/%2e/outside",
-        f"/winds/{outside}",
-    ):
-        status, body, _ = ask(address, "GET", path)
-        assert status == 404 and b"<Code>NoSuch" in body, path
+    climbing = ("/winds/../outside", "/winds/%2e%2e/outside", "/winds/..%2foutside", "/%2e/outside")
+    for path in (*climbing, f"/winds/{folder}/outside"):
+        answer = ask(address, "GET", path)
+        assert answer.status == 404 and b"<Code>NoSuch" in answer.body, path
     for prefix in ("../", "../winds/", f"{folder}/", "a b/../../"):
-        assert (
-            b"<Key>" not in ask(address, "GET", f"/winds?list-type=2&prefix={prefix.replace(' ', '%20')}")[1]
-        ), prefix
-    assert b"<Code>NoSuchKey<" in ask(address, "GET", "/winds/none")[1]
-    assert b"<Code>NoSuchBucket<" in ask(address, "GET", "/nobody/none")[1]
+        query = urlencode({"list-type": 2, "prefix": prefix})
+        assert b"<Key>" not in ask(address, "GET", f"/winds?{query}").body, prefix
+    assert b"<Code>NoSuchKey<" in ask(address, "GET", "/winds/none").body
+    assert b"<Code>NoSuchBucket<" in ask(address, "GET", "/nobody/none").body
 
 
 def test_a_folder_bucket_is_read_only(address, folder):
@@ -171,19 +171,14 @@ def test_a_folder_bucket_is_read_only(address, folder):
     for change in (lambda: winds.put("digits", b"x"), lambda: winds.delete("digits")):
         with pytest.raises(PermissionDeniedError):
             change()
-    for method, path in (
-        ("PUT", "/winds"),
-        ("PUT", "/winds/new"),
-        ("POST", "/winds/new?uploads"),
-        ("DELETE", "/winds"),
-    ):
-        status, body, _ = ask(address, method, path)
-        assert status == 403 and b"<Code>AccessDenied<" in body
-    assert (folder / "winds/digits").read_bytes() == b"0123456789" and not (folder / "winds/new").exists()
+    for asked in ("PUT /winds", "PUT /winds/new", "POST /winds/new?uploads", "DELETE /winds"):
+        answer = ask(address, *asked.split())
+        assert answer.status == 403 and b"<Code>AccessDenied<" in answer.body, asked
+    assert (folder / "winds/digits").read_bytes() == DIGITS and not (folder / "winds/new").exists()
 
 
 def test_other_buckets_are_written_in_memory(address, folder):
-    assert ask(address, "PUT", "/made")[0] == 200
+    assert ask(address, "PUT", "/made").status == 200
     made, large = store(address, "made"), DATA * 164  # 12 MB
     made.put(KEY, DATA)
     made.put("large", large, use_multipart=True)
@@ -198,11 +193,12 @@ def test_other_buckets_are_written_in_memory(address, folder):
 
 
 def test_an_upload_is_kept_as_it_was_sent(address):
-    assert ask(address, "PUT", "/packed")[0] == 200
+    """Compressed, in pieces, once the server has said that it may come."""
+    assert ask(address, "PUT", "/packed").status == 200
     host, port = address.removeprefix("http://").split(":")
-    head = b"PUT /packed/key HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n"
+    headers = b"Host: x\r\nContent-Encoding: gzip\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue\r\n"
     with socket.create_connection((host, int(port)), timeout=LIMIT) as client:
-        client.sendall(head + b"Expect: 100-continue\r\n\r\n")
+        client.sendall(b"PUT /packed/key HTTP/1.1\r\n" + headers + b"\r\n")
         assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
         client.sendall(b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
         assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
@@ -214,20 +210,22 @@ def test_a_file_that_may_not_be_read_is_denied(address, folder):
     secret.write_bytes(b"x")
     secret.chmod(0)
     readable = os.access(secret, os.R_OK)
-    status, body, _ = ask(address, "GET", "/winds/secret")
+    answer = ask(address, "GET", "/winds/secret")
     secret.unlink()
     if readable:
         pytest.skip("root may read everything")
-    assert status == 403 and b"<Code>AccessDenied<" in body
+    assert answer.status == 403 and b"<Code>AccessDenied<" in answer.body
 
 
 def test_many_uploads_at_once_and_one_connection_for_many_requests(address):
-    assert ask(address, "PUT", "/crowd")[0] == 200
+    assert ask(address, "PUT", "/crowd").status == 200
     crowd = store(address, "crowd")
+    objects = {f"{n:02}": b"%d" % n for n in range(64)}
     with ThreadPoolExecutor(16) as threads:
-        list(threads.map(lambda n: crowd.put(f"{n:02}", b"%d" % n), range(64)))
-    assert [crowd.get(f"{n:02}").bytes() for n in range(64)] == [b"%d" % n for n in range(64)]
-    connection, sockets = connect(address), set()
+        list(threads.map(crowd.put, objects, objects.values()))
+    assert {key: crowd.get(key).bytes() for key in objects} == objects
+    connection = connect(address)
+    sockets = set()
     for path in ("/winds/digits", "/winds/none", "/crowd/01", "/winds?list-type=2"):
         connection.request("GET", path)
         connection.getresponse().read()
@@ -236,118 +234,114 @@ def test_many_uploads_at_once_and_one_connection_for_many_requests(address):
     connection.close()
 
 
-async def fetch(winds: S3Store, times: int) -> list[bytes | Exception]:
-    """The object at KEY, so many times at once, or what went wrong."""
+def test_the_access_key_is_asked_for(folder):
+    with buckets.serving(folder, latency_ms=0, access_key="BOOK") as address:
+        signing = {"secret_access_key": "any", "skip_signature": False}
+        right = store(address, access_key_id="BOOK", **signing)
+        assert right.get("digits").bytes() == DIGITS and len(right.list().collect()) == 3
+        for refused in (store(address, access_key_id="BOOKS", **signing), store(address)):
+            with pytest.raises(PermissionDeniedError):
+                refused.get("digits")
+        assert ask(address, "GET", "/winds?list-type=2").status == 403
+        assert ask(address, "PUT", "/made").status == 403
+        assert b"<Code>AccessDenied<" in ask(address, "GET", "/winds/digits").body
+        signed = "AWS4-HMAC-SHA256 Credential={}/20260101/us-east-1/s3/aws4_request"
+        wrong = ask(address, "GET", "/winds/digits", Authorization=signed.format("BOO"))
+        assert b"<Code>InvalidAccessKeyId<" in wrong.body
+        assert ask(address, "PUT", "/made", Authorization=signed.format("BOOK")).status == 200
 
-    async def one() -> bytes:
-        return bytes(await (await winds.get_async(KEY)).bytes_async())
 
-    return await asyncio.gather(*(one() for _ in range(times)), return_exceptions=True)
+def fetch(winds: S3Store) -> list[bytes | Exception]:
+    """The object at KEY, 300 times at once, or what went wrong."""
+    with ThreadPoolExecutor(300) as threads:
+        reads = [threads.submit(lambda: winds.get(KEY).bytes()) for _ in range(300)]
+    return [read.exception() or read.result() for read in reads]
 
 
 def test_retries_survive_the_faults(folder, capfd):
-    with buckets.serving(folder, latency_ms=1, **FAULTS) as address:
-        assert asyncio.run(fetch(store(address), 300)) == [DATA] * 300
-        counts = json.loads(ask(address, "GET", "/_counts")[1])
+    rates = {"error_rate": 0.05, "reset_rate": 0.01, "truncate_rate": 0.01}
+    with buckets.serving(folder, latency_ms=1, **rates) as address:
+        assert fetch(store(address)) == [DATA] * 300
+        counted = json.loads(ask(address, "GET", "/_counts").body)
         never = {"max_retries": 0, "retry_timeout": timedelta(seconds=LIMIT)}
-        fetched = asyncio.run(fetch(store(address, retry_config=never), 300))
+        fetched = fetch(store(address, retry_config=never))
     failed = [one for one in fetched if one != DATA]
     assert failed and all(isinstance(one, Exception) for one in failed)
-    assert min(counts[fault] for fault in ("SlowDown", "reset", "truncated")) > 0
-    assert counts["requests"] >= 300 + counts["SlowDown"] + counts["reset"] + counts["truncated"]
-    assert 300 * len(DATA) <= counts["bytes"] < 310 * len(DATA)
+    faults = [counted[fault] for fault in FAULTS]
+    assert min(faults) > 0
+    assert counted["requests"] >= 300 + sum(faults)
+    assert 300 * len(DATA) <= counted["bytes"] < 310 * len(DATA)
     assert capfd.readouterr().err == ""  # nothing is logged
 
 
-def lot(address: str) -> str:
-    """What becomes of one GET."""
+def outcome(address: str) -> str:
+    """What becomes of one GET: one of FAULTS, or "whole"."""
+    half = DATA[: len(DATA) // 2]
     try:
-        status, body, _ = ask(address, "GET", f"/winds/{quote(KEY)}")
+        answer = ask(address, "GET", f"/winds/{quote(KEY)}")
     except http.client.RemoteDisconnected:
         return "closed"  # in order, not by a reset
     except ConnectionResetError:
         return "reset"
     except http.client.IncompleteRead as error:
-        assert error.partial == DATA[: len(DATA) // 2] and error.expected == len(DATA) - len(DATA) // 2
+        assert (error.partial, error.expected) == (half, len(DATA) - len(half))
         return "truncated"
-    if status == 503:
-        assert b"<Code>SlowDown<" in body
+    if answer.status == 503:
+        assert b"<Code>SlowDown<" in answer.body
         return "SlowDown"
-    assert (status, body) == (200, DATA)
+    assert answer[:2] == (200, DATA)
     return "whole"
 
 
 def test_each_fault_is_what_it_is_called_and_the_seed_decides(folder):
-    lots = []
+    rates = {"error_rate": 0.3, "reset_rate": 0.3, "truncate_rate": 0.3}
+    runs = []
     for seed in (1, 1, 2):
-        with buckets.serving(
-            folder, latency_ms=0, error_rate=0.3, reset_rate=0.3, truncate_rate=0.3, seed=seed
-        ) as address:
-            lots.append([lot(address) for _ in range(30)])
-            counts = json.loads(ask(address, "GET", "/_counts")[1])
-            assert {
-                fault: lots[-1].count(fault) for fault in ("SlowDown", "reset", "truncated")
-            }.items() <= counts.items()
-            assert ask(address, "HEAD", "/winds/digits")[0] == ask(address, "GET", "/winds")[0] == 200
-    assert lots[0] == lots[1] != lots[2]
-    assert set(lots[0]) == {"whole", "SlowDown", "reset", "truncated"}
+        with buckets.serving(folder, latency_ms=0, seed=seed, **rates) as address:
+            outcomes = [outcome(address) for _ in range(30)]
+            counted = json.loads(ask(address, "GET", "/_counts").body)
+            assert [counted[fault] for fault in FAULTS] == [outcomes.count(fault) for fault in FAULTS]
+            for asked in ("HEAD /winds/digits", "GET /winds"):  # no GET of an object
+                assert ask(address, *asked.split()).status == 200
+        runs.append(outcomes)
+    assert runs[0] == runs[1] != runs[2]
+    assert set(runs[0]) == {"whole", *FAULTS}
 
 
 def test_only_reads_of_objects_are_late(folder):
     with buckets.serving(folder, latency_ms=600_000) as address:
-        assert ask(address, "PUT", "/made")[0] == 200 and store(address, "made").put("key", b"x")
-        waiting = [connect(address) for _ in range(3)]
-        for connection, (method, path) in zip(
-            waiting, (("GET", "/winds/digits"), ("HEAD", "/winds/digits"), ("GET", "/made/key"))
-        ):
-            connection.request(method, path)
-        assert store(address).list().collect() and store(address, "made").list().collect()  # in good time
+        assert ask(address, "PUT", "/made").status == 200
+        assert store(address, "made").put("key", b"x")
+        waiting = []
+        for asked in ("GET /winds/digits", "HEAD /winds/digits", "GET /made/key"):
+            waiting.append(connect(address))
+            waiting[-1].request(*asked.split())
+        for bucket in ("winds", "made"):
+            assert store(address, bucket).list().collect()  # in good time
         assert select.select([connection.sock for connection in waiting], [], [], 0)[0] == []
         for connection in waiting:
             connection.close()
 
 
-def test_the_access_key_is_asked_for(folder):
-    with buckets.serving(folder, latency_ms=0, access_key="BOOK") as address:
-        keys = {"secret_access_key": "any", "skip_signature": False}
-        right, wrong = (store(address, access_key_id=name, **keys) for name in ("BOOK", "BOOKS"))
-        assert right.get("digits").bytes() == b"0123456789" and len(right.list().collect()) == 3
-        for refused in (wrong, store(address)):
-            with pytest.raises(PermissionDeniedError):
-                refused.get("digits")
-        assert ask(address, "GET", "/winds?list-type=2")[0] == 403
-        signed = "AWS4-HMAC-SHA256 Credential={}/20260101/us-east-1/s3/aws4_request"
-        assert b"<Code>AccessDenied<" in ask(address, "GET", "/winds/digits")[1]
-        assert (
-            b"<Code>InvalidAccessKeyId<"
-            in ask(address, "GET", "/winds/digits", Authorization=signed.format("BOO"))[1]
-        )
-        assert ask(address, "PUT", "/made")[0] == 403
-        assert ask(address, "PUT", "/made", Authorization=signed.format("BOOK"))[0] == 200
+def command(folder: Path, *flags: str) -> list[str]:
+    return [sys.executable, str(buckets.SERVER), f"--folder={folder}", *flags]
 
 
-@contextmanager
-def started(folder: Path, *flags: str, stdin: int = subprocess.DEVNULL):
-    """The server as a program, and its address, once it has answered a request."""
-    command = [sys.executable, str(buckets.SERVER), f"--folder={folder}", *flags]
-    with subprocess.Popen(command, stdin=stdin, stdout=-1, stderr=-1, text=True) as server:
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, "stdin"])
+def test_it_ends_in_order(end, folder):
+    """By a signal, or with its stdin."""
+    flags = ["--until-stdin-ends"] if end == "stdin" else []
+    with subprocess.Popen(command(folder, *flags), stdin=-1, stdout=-1, stderr=-1, text=True) as server:
         try:
-            assert ask(server.stdout.readline().strip(), "HEAD", "/winds/digits")[0] == 200
-            yield server
+            address = server.stdout.readline().strip()
+            assert ask(address, "HEAD", "/winds/digits").status == 200
+            if end != "stdin":
+                server.send_signal(end)
+                server.wait(LIMIT)  # while its stdin is open
+            assert server.communicate("", timeout=LIMIT) == ("", "")
         finally:
             server.kill()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_end_it(folder, number):
-    with started(folder) as server:
-        server.send_signal(number)
-        assert server.communicate(timeout=LIMIT) == ("", "") and server.returncode == 0
-
-
-def test_it_ends_with_its_stdin(folder):
-    with started(folder, "--until-stdin-ends", stdin=subprocess.PIPE) as server:
-        assert server.communicate("", timeout=LIMIT) == ("", "") and server.returncode == 0
+    assert server.returncode == 0
 
 
 PARENT = """
@@ -359,40 +353,30 @@ time.sleep(600)
 
 
 def test_it_ends_when_its_parent_is_killed(folder):
-    server = [sys.executable, str(buckets.SERVER), f"--folder={folder}", "--until-stdin-ends"]
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT, *server], stdout=subprocess.PIPE, text=True
-    ) as parent:
+    program = [sys.executable, "-c", PARENT, *command(folder, "--until-stdin-ends")]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as parent:
         pid, address = parent.stdout.readline().split()
-        assert ask(address, "HEAD", "/winds/digits")[0] == 200
-        process = psutil.Process(int(pid))
+        assert ask(address, "HEAD", "/winds/digits").status == 200
+        server = psutil.Process(int(pid))
         parent.kill()
-    gone, left = psutil.wait_procs([process], timeout=LIMIT)
+    gone, left = psutil.wait_procs([server], timeout=LIMIT)
     for orphan in left:
         orphan.kill()
-    assert gone == [process]
+    assert gone == [server]
 
 
-@pytest.mark.parametrize(
-    "flag, value, others",
-    [
-        ("--port", "taken", ()),
-        ("--port", "70000", ()),
-        ("--error-rate", "1.1", ()),
-        ("--reset-rate", "-0.1", ()),
-        ("--truncate-rate", "nan", ()),
-        ("--error-rate", "0.6", ("--truncate-rate", "0.6")),
-        ("--latency-ms", "-1", ()),
-        ("--folder", __file__, ()),
-    ],
-)
-def test_bad_input_is_refused(flag, value, others, tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("local_s3", buckets.SERVER)
-    server = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(server)
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as refused:
-        value = str(taken.getsockname()[1]) if value == "taken" else value
-        server.main(["--folder", str(tmp_path), flag, value, *others])
-    assert refused.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert flag in last and (others or value in last)
+BAD = ["--port TAKEN", "--port 70000", "--error-rate 1.1", "--reset-rate -0.1", "--truncate-rate nan"]
+BAD += ["--error-rate 0.6 --truncate-rate 0.6", "--latency-ms -1", "--folder FILE"]
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_refused(line, tmp_path):
+    """The last line names the flags, and the value where one is bad by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        known = {"TAKEN": str(taken.getsockname()[1]), "FILE": __file__}
+        flags = [known.get(word, word) for word in line.split()]
+        ended = subprocess.run(command(tmp_path, *flags), capture_output=True, text=True, timeout=LIMIT)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    named = flags if len(flags) == 2 else flags[::2]
+    last = ended.stderr.splitlines()[-1]
+    assert all(word in last for word in named)
