@@ -63,7 +63,6 @@ DIMENSIONS = {  # a name, standard_name, axis or units by which each is known
 # https://doi.org/10.1175/1520-0469(1985)042%3C0950:ACOAWS%3E2.0.CO;2) below 30 degrees, and none above.
 WEATHER_RMS, WEATHER_DEGREES, WEATHER_SLOPE, WEATHER_STREAM = 2.0, 30.0, -3.0, 4
 DECISIVE = "days resolution files variables chunk shard_times zarr_format zstd_level region_times"
-TIMES_A_MONTH, STATISTICS_STREAM = 20, 5  # of which --statistics-to makes its climatology
 BLOCKS = 8  # of a region, at most: a block has whole chunks, or whole shards
 MAKE_ANEW = "remove the store, and make it anew"
 SAME_PLACE = 1e-4  # degrees, about 10 m: two rows or columns that are closer are taken for the same one
@@ -548,39 +547,6 @@ def describe(root: zarr.Group, objects: dict[str, int], args: argparse.Namespace
     return {"store": args.store} | sizes
 
 
-def sample_statistics(args: argparse.Namespace) -> dict:
-    """The same statistics of any store that train.py can read, of TIMES_A_MONTH training times a month, chosen
-    by chance but always alike, in the file of --statistics-to: for a store that is another's, or large."""
-    from train import Store
-
-    store, path = Store(args), Path(args.statistics_to)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        if path.exists():  # another rank has made it meanwhile
-            return {"store": args.store}
-        training = store.fields.isel(time=select_times(store.fields.time, args))
-        months, chance = training.time.dt.month.values, np.random.default_rng(STATISTICS_STREAM)
-        means, squares, counts, used = [], 0, 0, 0
-        for month in tqdm(range(1, 13), "months sampled", disable=None):
-            times = np.sort(chance.permutation(np.flatnonzero(months == month))[:TIMES_A_MONTH])
-            sample, used = training.isel(time=times).load().astype("float64"), used + len(times)
-            infinite = np.isinf(sample.to_dataarray()).any(("variable", "latitude", "longitude"))
-            if infinite.any():
-                date = np.datetime_as_string(sample.time.values[infinite][0], unit="m")
-                refuse(f"--store {args.store}: infinity on {date}; replace it by a value")
-            means.append(sample.mean("time"))
-            squares, counts = squares + ((sample - means[-1]) ** 2).sum("time"), counts + sample.count("time")
-        statistics = xr.concat(means, xr.Variable("month", range(1, 13))).astype("float32").drop_attrs()
-        valid = (counts > 0).to_dataarray().all("variable")
-        for name in statistics.data_vars:
-            variance = squares[name].where(valid).sum() / counts[name].where(valid).sum()
-            statistics[name].attrs = {"std": float(variance**0.5), "times": used}
-        statistics.to_netcdf(path.with_suffix(".part"), engine="h5netcdf")
-        os.replace(path.with_suffix(".part"), path)
-    print(f"climatology of {used} of {len(months)} training times, kept in {os.path.relpath(path)}")
-    return {"store": args.store}
-
-
 def hash_files(files: list[str]) -> str:
     """A hash of the files' names, sizes and modification times. Only if it differs, compare_files reads them."""
     about = [(os.path.basename(file), os.path.getsize(file), os.path.getmtime(file)) for file in files]
@@ -615,9 +581,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     train_times = {"nargs": 2, "metavar": ("FIRST", "LAST"), "default": TRAIN_TIMES}
     add("--train-times", **train_times, help="dates, or years, whose statistics are kept in the store")
     add("--workers", type=int, default=0, help="processes of Dask on this machine; 0: threads of this one")
-    add("--statistics-to", metavar="FILE", help="only sample the statistics of a store that is there")
-    add("--anonymous", action="store_true", help="with --statistics-to: sign no request")
-    add("--deadline", type=int, default=120, help="with --statistics-to: seconds for which a read is tried")
     add(
         "--scheduler", metavar="ADDRESS", help="of a Dask cluster that is there; if not given, none is needed"
     )
@@ -697,8 +660,6 @@ def main(argv: list[str] | None = None) -> dict:
     )  # of Zarr 3, but all read it
     warnings.filterwarnings("ignore", "The specified chunks separate")  # for a file that was cut otherwise
     try:
-        if args.statistics_to:
-            return sample_statistics(args)
         with ExitStack() as stack:
             if args.workers or args.scheduler:
                 local = {
