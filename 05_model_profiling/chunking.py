@@ -43,6 +43,6 @@ def explain_blocks(dataset: xr.Dataset, names: list[str], times: int) -> str | N
         size += times * prod(cells) * prod(beside) * variable.dtype.itemsize
     if chunks < MANY_CHUNKS and size < MANY_BYTES:
         return None
-    remedy = "if that is slow, write the store anew, with whole maps in a chunk"
+    remedy = "to read whole maps quickly, write the store anew, with a map in a chunk"
     cost = f"{chunks:,} chunks, {size / 1e6:,.4g} MB with all their times"
     return f"a map is read in {cost}; {remedy}"
