@@ -129,9 +129,10 @@ def still_running(before: list[psutil.Process]) -> list[psutil.Process]:
 )
 def test_the_readers_command(chapter: Path, steps: int, at_most: float, tmp_path: Path) -> None:
     """It makes the small store if it is not there, serves it, trains, and leaves no process."""
-    # Optimal interpolation takes most of a minute, once for all chapters.
+    # Optimal interpolation is computed once for all chapters.
     kept = book.ROOT / CHAPTERS[0] / "outputs/climatology"
-    printed = runs.run_readers_command(chapter, steps, tmp_path, "--climatology-dir", kept)
+    few = ["--eval-samples", 24] if steps == 4 else []  # else it takes most of a minute
+    printed = runs.run_readers_command(chapter, steps, tmp_path, "--climatology-dir", kept, *few)
     assert runs.check_summary(printed) <= at_most
     metrics = runs.summary(tmp_path)
     requests, size = re.search(r"([\d.]+) requests and ([\d.]+) MB for a sample\n", printed).groups()
@@ -271,6 +272,15 @@ def test_ranks_that_begin_at_different_steps_are_an_error(
     monkeypatch.setattr(SingleDeviceStrategy, "broadcast", broadcast)
     said = refused("--store", store, "--output-dir", tmp_path)
     assert "this rank begins at step 0, and rank 0 at 50; give all nodes the same checkpoint" in said
+
+
+@in_gate()
+def test_the_readers_command_killed_leaves_no_process(chapter: Path, tmp_path: Path) -> None:
+    """Neither the server, nor a worker, nor what starts the workers."""
+    before = programs.running()
+    flags = ["--max-steps", 4, "--num-workers", 2, "--output-dir", tmp_path]
+    assert programs.run(chapter / "train.py", *flags, kill_at_step=2).code == -9
+    assert still_running(before) == []
 
 
 # --------------------------------------------------------------------------------------------- checkpoints
@@ -481,6 +491,17 @@ def lose_chunks(store: Path, position: int) -> None:
     shutil.rmtree(store / U / f"c/{position}")
 
 
+def find_first_map(flags: list[object]) -> tuple[int, str]:
+    """The first that a run reads: its number in the store, and its date."""
+    made = make_datamodule(flags)
+    if hasattr(made, "blocks"):
+        (time,) = made.blocks.blocks[made.order.read(0).block]
+    else:
+        time = made.train_patches().patch(0, 0).time
+    period = made.data.training
+    return period.positions[time], str(period.dates[time])[:10]
+
+
 DAMAGE = {  # to a store, and what is said of it
     "a hole": (put_hole, r"\S+ on {date}\S*: NaN: a value or a chunk is missing; give --missing mask"),
     "missing chunks": (lose_chunks, rf"{U} of {{date}}\S*: {U}/c/{{position}}/\d/\d: this chunk is missing"),
@@ -493,13 +514,7 @@ def test_a_map_that_cannot_be_used_is_named_and_ends_the_run(
     what: str, workers: int, chapter: Path, small: list[str], store: Path, tmp_path: Path
 ) -> None:
     """And all of its workers. It is the first that is read."""
-    made = make_datamodule([*small, "--store", store])
-    if chapter.name in WITH_BLOCKS:
-        (time,) = made.blocks.blocks[made.order.read(0).block]
-    else:
-        time = made.train_patches().patch(0, 0).time
-    period = made.data.training
-    position, date = period.positions[time], str(period.dates[time])[:10]
+    position, date = find_first_map([*small, "--store", store])
     damaged = shutil.copytree(store, tmp_path / "store")
     damage, message = DAMAGE[what]
     damage(damaged, position)
@@ -512,6 +527,22 @@ def test_a_map_that_cannot_be_used_is_named_and_ends_the_run(
     assert re.match(said, done.err.splitlines()[-1]), done.err
     assert still_running(before) == []
     assert not (tmp_path / "run/summary.json").exists()
+
+
+@in_gate("03_cloud_data")
+def test_of_two_ranks_the_one_that_finds_no_fault_says_that_the_other_did(
+    chapter: Path, small: list[str], store: Path, tmp_path: Path
+) -> None:
+    """Rank 0's first sample has a hole. Gloo's stack would be the last that a reader sees."""
+    position, date = find_first_map([*small, "--store", store])
+    damaged = shutil.copytree(store, tmp_path / "store")
+    put_hole(damaged, position)
+    flags = [*small, "--store", damaged, "--output-dir", tmp_path / "run"]
+    first, second = programs.run_ranks(chapter / "train.py", 2, *flags)
+    assert (first.code, second.code) == (2, 2), programs.printed([first, second])
+    assert f"{V} on {date}" in first.err.splitlines()[-1]
+    assert second.err.splitlines()[-1].startswith(ANOTHER_FAILED[1])
+    assert "Traceback" not in second.err
 
 
 @in_gate("03_cloud_data", "06_whats_next")
