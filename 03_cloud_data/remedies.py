@@ -11,8 +11,9 @@ OTHER_FORMATS = {
     "an Icechunk repository": {"refs", "snapshots"},
     "references to other files, by kerchunk": {".zmetadata"},
 }
-# What to do about errors of Zarr and xarray, by words in them.
+# What to do about errors of Zarr, xarray and obstore, by words in them.
 REMEDIES = {
+    "session.get_credentials": "give credentials in the environment, or --anonymous",
     "codec": "add the package that has this codec",
     "conflicting sizes": "an append was cut off: append the rest, or cut what is longer",
     "fill_value": "write the attribute _FillValue as xarray does, in base64, or remove it",

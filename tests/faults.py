@@ -270,7 +270,7 @@ FAULTS = {
 }
 
 
-# Programs of chapters 4 to 6 that take the options of train.py.
+# Programs of chapters 3 to 6 that take the options of train.py.
 TAKE_OPTIONS = "train.py profiler.py preflight/__main__.py tune.py studies/search_check.py studies/moving_average.py".split()
 
 
@@ -284,7 +284,7 @@ def run(script: str | Path, argv: list[str], **faults: float) -> None:
     source = Path(script).read_text()
     # Judge a run by so many patches instead of 96: no fault, but quicker.
     if number := faults.pop("judge_by", None):
-        if not Path("options.py").exists():  # chapters 1 to 3
+        if not Path("options.py").exists():  # chapters 1 and 2
             source = source.replace("JUDGE_SEED = 96,", f"JUDGE_SEED = {number},")
         elif Path(script).relative_to(folder).as_posix() in TAKE_OPTIONS:
             argv = ["--eval-samples", str(number), *argv]

@@ -97,7 +97,7 @@ def run_readers_command(chapter: Path, steps: int, folder: Path, *flags: object)
     AssertionError unless it succeeds, warns of nothing, draws, and leaves no process.
     """
     before = programs.running()
-    command = [sys.executable, "train.py", "--output-dir", folder, *flags]
+    command = [sys.executable, "train.py", "--output-dir", folder, *map(str, flags)]
     command += ["--max-steps", str(steps)] if steps != 200 else []  # 200 is the default
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:  # a pipe would wait for all
         ended = subprocess.run(command, cwd=chapter, stdout=out, stderr=err)

@@ -1,4 +1,4 @@
-"""Chapter 4's blocks: nothing lost or doubled, a share of a map for a sample, bounded memory, judged as before."""
+"""Chapter 4's blocks: nothing lost or doubled, a share of a map for a sample, bounded memory."""
 
 import math
 import weakref
@@ -12,23 +12,20 @@ import pytest
 import torch
 from made_up_winds import COLUMNS, ROWS, SIZE, flags_for, make_datamodule, make_winds, write
 from numbered_blocks import AtOnce
-from runs import load
 
 TRAINED = 73  # times of the first two years
 REQUESTS = 2  # a map has an object for u and one for v
-NAMES = ("input", "target", "unseen", "weight")
 MIXED = "--batch-size 4 --shuffle-slots 8 --patches-per-block".split()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rooms() -> Iterator[None]:
     """The chapter's modules, under their own names while these tests run."""
-    global block_loader, block_order, data, sampling, wind_blocks
+    global block_loader, block_order, data, wind_blocks
     with book.rooms("04_data_pipeline"):
         import block_loader
         import block_order
         import data
-        import sampling
         import wind_blocks
 
         yield
@@ -167,36 +164,3 @@ def test_beyond_its_edge_a_patch_goes_on() -> None:
     field = torch.tensor([0.5, -0.2, 1.0]).double().view(1, 3, 1, 1).expand(-1, -1, 16, 16)
     found = module.double()(field)
     assert torch.allclose(found, found[..., :1, :1])
-
-
-# ---------------------------------------------------------------------------------------- as in chapter 3
-
-
-@pytest.fixture(scope="module")
-def before():
-    """Chapter 3's train.py."""
-    return load("03_cloud_data/train.py", "chapter_03_before_blocks")
-
-
-def test_the_patches_that_judge_are_those_of_chapter_3(make_small_store, tmp_path: Path, before) -> None:
-    """And so are those to train on, in chapter 3's order."""
-    flags = ["--patch-size", "16", "--store", str(make_small_store(tmp_path / "store"))]
-    module = make_datamodule(flags)
-    maker, reader = module.blocks.maker, module.data.reader
-    training = data.PatchDataset(maker, reader, module.hparams.batch_size, module.hparams.seed)
-    then = before.make_patches(before.parse_arguments(flags))
-    places = [(0, k) for k in range(40)]
-    for mine, theirs in zip((training, module.validation, module.test), then):
-        for one, other in zip(mine.__getitems__(places), theirs.__getitems__(places), strict=True):
-            for name in NAMES:
-                np.testing.assert_array_equal(one[name], other[name])
-
-
-@pytest.mark.parametrize("size", [16, 64])
-def test_a_swath_is_that_of_chapter_3(size: int, before) -> None:
-    """And so is what is drawn after it."""
-    for seed in range(200):
-        rngs = [np.random.default_rng(seed) for _ in range(2)]
-        mine, theirs = sampling.swath_masks(rngs[0], 1, size)[0], before.swath_mask(rngs[1], size)
-        np.testing.assert_array_equal(mine, theirs)
-        assert rngs[0].random() == rngs[1].random()

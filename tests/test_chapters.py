@@ -22,9 +22,10 @@ import zarr
 from alone import Alone, contents
 from made_up_winds import make_datamodule, make_winds, write
 
-CHAPTERS = ["04_data_pipeline", "05_model_profiling", "06_whats_next"]
+CHAPTERS = ["03_cloud_data", "04_data_pipeline", "05_model_profiling", "06_whats_next"]
 ANOTHER_FAILED = (2, "train.py: error: another rank failed, or does not answer; its own")
 LAST_TO_LIVE = {  # the exit code of rank 0, and what it says, when it has lost rank 1
+    "03_cloud_data": ANOTHER_FAILED,
     "04_data_pipeline": ANOTHER_FAILED,
     "05_model_profiling": ANOTHER_FAILED,
     "06_whats_next": (1, r"rank 1 \(process \d+ on \S+\) (is gone|does not answer)"),
@@ -32,8 +33,10 @@ LAST_TO_LIVE = {  # the exit code of rank 0, and what it says, when it has lost 
 WAITS = {"06_whats_next": {"wait_for_writes": True}}  # else a kill may come before a checkpoint is there
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
 SMALL = "--accelerator cpu --patch-size 16 --batch-size 4 --max-steps 4".split()
-# Slots give several samples, and take new blocks before the checkpoint and after it.
-SMALL += "--checkpoint-every 2 --log-every 1 --shuffle-slots 8 --patches-per-block 2".split()
+SMALL += "--checkpoint-every 2 --log-every 1".split()
+# Slots give several samples, and take new blocks before the checkpoint and after it. Chapter 3 has none.
+BLOCKS = "--shuffle-slots 8 --patches-per-block 2".split()
+WITH_BLOCKS = CHAPTERS[1:]
 thorough = pytest.mark.thorough
 
 
@@ -41,6 +44,11 @@ def in_gate(*chapters: str) -> pytest.MarkDecorator:
     """The gate runs a test in these chapters only: in the others, the same bytes are tested again."""
     each = [name if name in chapters else pytest.param(name, marks=thorough) for name in CHAPTERS]
     return pytest.mark.parametrize("chapter", each, indirect=True)
+
+
+def of(chapters: list[str]) -> pytest.MarkDecorator:
+    """A test is about something that only these chapters have."""
+    return pytest.mark.parametrize("chapter", chapters, indirect=True)
 
 
 @pytest.fixture(scope="module", params=CHAPTERS, autouse=True)
@@ -66,9 +74,15 @@ def from_bucket(address: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(chapter: Path, store: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+def small(chapter: Path) -> list[str]:
+    """The flags of a small run."""
+    return [*SMALL, *BLOCKS] if chapter.name in WITH_BLOCKS else SMALL
+
+
+@pytest.fixture(scope="module")
+def alone(chapter: Path, small: list[str], store: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """The folder copied alone, in which a run in double precision has come to its end."""
-    alone = Alone(chapter, SMALL, tmp_path_factory.mktemp("alone"))
+    alone = Alone(chapter, small, tmp_path_factory.mktemp("alone"))
     done = alone.start("--store", store, double_precision=True).wait()
     assert done.code == 0, done.err
     assert "warning" not in done.err.lower()
@@ -76,25 +90,26 @@ def alone(chapter: Path, store: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture
-def refused(capfd: pytest.CaptureFixture) -> Callable:
+def refused(small: list[str], capfd: pytest.CaptureFixture) -> Callable:
     """Call train.py's main with flags that it refuses, and return what its last line says."""
 
     def call(*flags: object) -> str:
         import train
 
         with pytest.raises(SystemExit) as ended:
-            train.main([*SMALL, *map(str, flags)])
+            train.main([*small, *map(str, flags)])
         assert ended.value.code == 2
         return capfd.readouterr().err.splitlines()[-1].partition(": error: ")[2]
 
     return call
 
 
-def parse(*flags: object):
-    """The options of a small run with these flags."""
+@pytest.fixture
+def parse(small: list[str]) -> Callable:
+    """Call it with flags: the options of a small run with these."""
     from options import parse_options
 
-    return parse_options("a test", [*SMALL, *map(str, flags)])
+    return lambda *flags: parse_options("a test", [*small, *map(str, flags)])
 
 
 def still_running(before: list[psutil.Process]) -> list[psutil.Process]:
@@ -114,17 +129,20 @@ def still_running(before: list[psutil.Process]) -> list[psutil.Process]:
 )
 def test_the_readers_command(chapter: Path, steps: int, at_most: float, tmp_path: Path) -> None:
     """It makes the small store if it is not there, serves it, trains, and leaves no process."""
-    # Optimal interpolation takes most of a minute, once for all chapters.
+    # Optimal interpolation is computed once for all chapters.
     kept = book.ROOT / CHAPTERS[0] / "outputs/climatology"
-    printed = runs.run_readers_command(chapter, steps, tmp_path, "--climatology-dir", kept)
+    few = ["--eval-samples", 24] if steps == 4 else []  # else it takes most of a minute
+    printed = runs.run_readers_command(chapter, steps, tmp_path, "--climatology-dir", kept, *few)
     assert runs.check_summary(printed) <= at_most
-    requests = float(re.search(r"([\d.]+) requests and [\d.]+ MB for a sample\n", printed)[1])
-    assert requests == pytest.approx(runs.summary(tmp_path)["requests_per_sample"], abs=0.05)
-    # A block is a map, whose two variables have at least one object each, and at most 8 patches are cut from it.
-    assert requests >= 2 / 8
-    startup = runs.summary(tmp_path)["startup_seconds"]
+    metrics = runs.summary(tmp_path)
+    requests, size = re.search(r"([\d.]+) requests and ([\d.]+) MB for a sample\n", printed).groups()
+    assert float(requests) == pytest.approx(metrics["requests_per_sample"], abs=0.05)
+    assert float(size) == pytest.approx(metrics["bytes_per_sample"] / 1e6, abs=0.005)
+    # The two variables of a patch have at least one object each; up to 8 patches are cut from a block, a map.
+    assert metrics["requests_per_sample"] >= (2 / 8 if chapter.name in WITH_BLOCKS else 2)
+    startup = metrics["startup_seconds"]
     assert startup > 0
-    assert set(runs.summary(tmp_path)["climatology_shares"].values()) == {1}
+    assert set(metrics["climatology_shares"].values()) == {1}
     assert f"\n{startup:.0f} s before the first step\n" in printed
 
 
@@ -137,14 +155,14 @@ def test_the_folder_copied_alone_trains_on_a_store_with_statistics(alone: Alone)
 
 @in_gate("04_data_pipeline", "06_whats_next")
 def test_without_statistics_it_computes_a_climatology_once_and_keeps_it(
-    chapter: Path, store: Path, alone: Alone, tmp_path: Path
+    chapter: Path, small: list[str], store: Path, alone: Alone, tmp_path: Path
 ) -> None:
     """Nor again when a scheduler starts the run once more after its end, which then ends the same."""
     bare = shutil.copytree(store, tmp_path / "store")
     shutil.rmtree(bare / "statistics")
     zarr.consolidate_metadata(bare)
     (tmp_path / "alone").mkdir()
-    plain, before = Alone(chapter, SMALL, tmp_path / "alone"), contents(bare)
+    plain, before = Alone(chapter, small, tmp_path / "alone"), contents(bare)
     done = plain.start("--store", bare, double_precision=True).wait()
     assert done.code == 0, done.err
     (kept,) = plain.kept()
@@ -166,9 +184,11 @@ def test_without_statistics_it_computes_a_climatology_once_and_keeps_it(
     assert contents(bare) == before
 
 
-def test_copied_alone_and_without_a_store_it_says_what_is_missing(chapter: Path, tmp_path: Path) -> None:
+def test_copied_alone_and_without_a_store_it_says_what_is_missing(
+    chapter: Path, small: list[str], tmp_path: Path
+) -> None:
     """In the only line, and with exit code 2."""
-    alone = Alone(chapter, SMALL, tmp_path)
+    alone = Alone(chapter, small, tmp_path)
     done = alone.start().wait()
     missing = tmp_path / "03_cloud_data/make_store.py"
     line = f"train.py: error: --store: not given, and {missing}, which makes one, is missing; give --store"
@@ -181,12 +201,12 @@ def test_copied_alone_and_without_a_store_it_says_what_is_missing(chapter: Path,
 
 
 def test_killed_with_workers_nothing_is_left_and_it_resumes_to_the_bit_without(
-    chapter: Path, store: Path, tmp_path: Path, alone: Alone
+    chapter: Path, small: list[str], store: Path, tmp_path: Path, alone: Alone
 ) -> None:
-    """The workers have read blocks of the steps after the kill."""
+    """The workers have read for the steps after the kill."""
     faults = {"double_precision": True} | WAITS.get(chapter.name, {})
     with buckets.serving(store.parents[1], latency_ms=0) as address:
-        flags = [*SMALL, *from_bucket(address), "--output-dir", tmp_path, "--resume", "auto"]
+        flags = [*small, *from_bucket(address), "--output-dir", tmp_path, "--resume", "auto"]
         before = programs.running()
         killed = programs.run(chapter / "train.py", *flags, "--num-workers", 2, kill_at_step=3, **faults)
         assert killed.code == -9, killed.err
@@ -198,9 +218,9 @@ def test_killed_with_workers_nothing_is_left_and_it_resumes_to_the_bit_without(
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=thorough)])
 def test_two_ranks_end_at_the_weights_of_one(
-    accumulate: int, chapter: Path, store: Path, tmp_path: Path, alone: Alone
+    accumulate: int, chapter: Path, small: list[str], store: Path, tmp_path: Path, alone: Alone
 ) -> None:
-    flags = [*SMALL, "--store", store, "--accumulate-grad-batches", accumulate, "--output-dir", tmp_path]
+    flags = [*small, "--store", store, "--accumulate-grad-batches", accumulate, "--output-dir", tmp_path]
     done = programs.run_ranks(chapter / "train.py", 2, *flags, double_precision=True)
     assert [getattr(one, "code", one) for one in done] == [0, 0], programs.printed(done)
     runs.assert_same_but_for_rounding(tmp_path, alone.output)
@@ -209,11 +229,11 @@ def test_two_ranks_end_at_the_weights_of_one(
 @thorough
 @pytest.mark.parametrize("fault", ["kill_at_step", "stall_at_step"])
 def test_when_a_rank_is_lost_the_other_says_so_and_both_resume_to_the_bit(
-    fault: str, chapter: Path, store: Path, tmp_path: Path
+    fault: str, chapter: Path, small: list[str], store: Path, tmp_path: Path
 ) -> None:
     """Without a time limit it would wait for ever for one that does not answer."""
     script, (code, says) = chapter / "train.py", LAST_TO_LIVE[chapter.name]
-    flags = [*SMALL, "--store", store, "--resume", "auto", "--process-group-timeout", 10, "--output-dir"]
+    flags = [*small, "--store", store, "--resume", "auto", "--process-group-timeout", 10, "--output-dir"]
     waits, planted = WAITS.get(chapter.name, {}), {1: {fault: 3}}
     with programs.started_ranks(script, 2, *flags, tmp_path / "run", planted=planted, **waits) as ranks:
         done = ranks[0].wait()
@@ -254,22 +274,38 @@ def test_ranks_that_begin_at_different_steps_are_an_error(
     assert "this rank begins at step 0, and rank 0 at 50; give all nodes the same checkpoint" in said
 
 
+@in_gate()
+def test_the_readers_command_killed_leaves_no_process(chapter: Path, tmp_path: Path) -> None:
+    """Neither the server, nor a worker, nor what starts the workers."""
+    before = programs.running()
+    flags = ["--max-steps", 4, "--num-workers", 2, "--output-dir", tmp_path]
+    assert programs.run(chapter / "train.py", *flags, kill_at_step=2).code == -9
+    assert still_running(before) == []
+
+
 # --------------------------------------------------------------------------------------------- checkpoints
 
 DECIDES = "variables level missing missing_chunks constant_cells train_times validation_times test_times patch_size".split()
-DECIDES += "batch_size accumulate_grad_batches patches_per_block shuffle_slots max_steps".split()
-DECIDES += "block_order learning_rate seed".split()
+DECIDES += "batch_size accumulate_grad_batches max_steps learning_rate seed".split()
+BLOCKS_DECIDE = "patches_per_block shuffle_slots block_order".split()
+NETWORK_DECIDES = ["padding", "precision"]
+ALL_DECIDE = {  # in each chapter
+    "03_cloud_data": DECIDES,
+    "04_data_pipeline": DECIDES + BLOCKS_DECIDE,
+    "05_model_profiling": DECIDES + BLOCKS_DECIDE + NETWORK_DECIDES,
+    "06_whats_next": DECIDES + BLOCKS_DECIDE + NETWORK_DECIDES,
+}
 
 
 def test_a_run_is_not_resumed_with_another_value_of_what_decides_its_end(
-    chapter: Path, store: Path, alone: Alone, tmp_path: Path
+    chapter: Path, store: Path, alone: Alone, tmp_path: Path, parse
 ) -> None:
     """It would end at weights that no undisturbed run has."""
     import train
     from errors import CheckpointError
     from options import RESUME_KEYS, STORE_DEFAULTS
 
-    decides = DECIDES if chapter.name == "04_data_pipeline" else [*DECIDES, "padding", "precision"]
+    decides = ALL_DECIDE[chapter.name]
     assert sorted(RESUME_KEYS) == sorted(decides)
     checkpoint = runs.last_checkpoint(alone.output)
     options = parse("--store", store, "--resume", checkpoint, "--output-dir", tmp_path / "run")
@@ -283,8 +319,9 @@ def test_a_run_is_not_resumed_with_another_value_of_what_decides_its_end(
     assert list(tmp_path.iterdir()) == []
 
 
+@of(WITH_BLOCKS)
 def test_a_checkpoint_that_does_not_say_its_order_of_blocks_is_refused(
-    store: Path, alone: Alone, tmp_path: Path
+    store: Path, alone: Alone, tmp_path: Path, parse
 ) -> None:
     """It is of a time when there was another order, and its other options may be the same."""
     import train
@@ -300,6 +337,7 @@ def test_a_checkpoint_that_does_not_say_its_order_of_blocks_is_refused(
         train.train(options, None)
 
 
+@of(WITH_BLOCKS)
 def test_a_checkpoint_of_other_blocks_is_refused(store: Path, alone: Alone, tmp_path: Path, refused) -> None:
     """As of a store that has been written anew with other chunks: its order would be another."""
     other = torch.load(runs.last_checkpoint(alone.output), weights_only=True)
@@ -379,14 +417,13 @@ def test_a_model_is_loaded_from_a_checkpoint_alone(alone: Alone) -> None:
 SECRET = "5e4d5ec4e7"
 IN_ENVIRONMENT = "it may hold credentials.* give them in the environment"
 BAD_INPUT = {
-    "--shuffle-slots 12 --batch-size 8": "--shuffle-slots 12: give a multiple or a divisor of --batch-size 8",
     "--max-steps 0": "argument --max-steps: 0: too small; give at least 1",
     "--max-steps many": "argument --max-steps: 'many': give a whole number",
     "--learning-rate nan": "argument --learning-rate: nan: not finite; give a number",
     f"--seed {2**64}": f"argument --seed: {2**64}: too large; give less than {2**64}",
     "--output-dir /dev/null/run": "--output-dir /dev/null/run: Not a directory; give a folder",
     "--devices 9999": f"--devices 9999: give up to {os.cpu_count()}, the cores there are",
-    "--batch-size 1 --devices 2 --shuffle-slots 8": "--batch-size 1: 2 devices .* need at least 2",
+    "--batch-size 1 --devices 2": "--batch-size 1: 2 devices .* need at least 2",
     "--batch-size 2 --accumulate-grad-batches 3": "--batch-size 2: .* 3 micro-batches need at least 3",
     "--accelerator gpu": "--accelerator gpu: this machine has none; give auto or cpu",
     "--store nowhere": "--store nowhere: no such folder; give another folder, or a URL",
@@ -416,18 +453,25 @@ def test_bad_input_is_named_with_its_flag_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-BOUNDS = "retry_timeout patches_per_block shuffle_slots batch_size eval_samples num_workers seed".split()
+BOUNDS = "--retry-timeout --batch-size --eval-samples --num-workers --seed".split()
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-def test_each_number_has_its_least_value(name: str, capsys) -> None:
+def test_each_number_has_its_least_value(chapter: Path, parse, capsys) -> None:
     """Each option declares its own."""
-    flag = f"--{name.replace('_', '-')}"
-    with pytest.raises(SystemExit):
-        parse(flag, -1)
-    assert f"argument {flag}: -1: too small; give at least" in capsys.readouterr().err
+    for flag in [*BOUNDS, *(BLOCKS[::2] if chapter.name in WITH_BLOCKS else [])]:
+        with pytest.raises(SystemExit):
+            parse(flag, -1)
+        assert f"argument {flag}: -1: too small; give at least" in capsys.readouterr().err
 
 
+@of(WITH_BLOCKS)
+def test_slots_that_do_not_fit_the_batch_are_refused(store: Path, tmp_path: Path, refused) -> None:
+    flags = "--shuffle-slots 12 --batch-size 8".split()
+    said = refused("--store", store, "--output-dir", tmp_path, *flags)
+    assert said.startswith("--shuffle-slots 12: give a multiple or a divisor of --batch-size 8")
+
+
+@of(WITH_BLOCKS)
 def test_four_batches_are_mixed_whatever_the_workers() -> None:
     from options import parse_options
 
@@ -440,34 +484,42 @@ def put_hole(store: Path, position: int) -> None:
     zarr.open_array(store / V, mode="r+")[position] = float("nan")
 
 
-def lose_chunk(store: Path, position: int) -> None:
-    """Delete a chunk of u, in a store where a missing chunk would be read as 0."""
+def lose_chunks(store: Path, position: int) -> None:
+    """Delete a map of u, in a store where a missing chunk would be read as 0."""
     for path in store.rglob("zarr.json"):
         path.write_text(re.sub(r'"fill_value": *"NaN"', '"fill_value": 0.0', path.read_text()))
-    (store / U / f"c/{position}/1/2").unlink()
+    shutil.rmtree(store / U / f"c/{position}")
+
+
+def find_first_map(flags: list[object]) -> tuple[int, str]:
+    """The first that a run reads: its number in the store, and its date."""
+    made = make_datamodule(flags)
+    if hasattr(made, "blocks"):
+        (time,) = made.blocks.blocks[made.order.read(0).block]
+    else:
+        time = made.train_patches().patch(0, 0).time
+    period = made.data.training
+    return period.positions[time], str(period.dates[time])[:10]
 
 
 DAMAGE = {  # to a store, and what is said of it
     "a hole": (put_hole, r"\S+ on {date}\S*: NaN: a value or a chunk is missing; give --missing mask"),
-    "a missing chunk": (lose_chunk, rf"{U} of {{date}}\S*: {U}/c/{{position}}/1/2: this chunk is missing"),
+    "missing chunks": (lose_chunks, rf"{U} of {{date}}\S*: {U}/c/{{position}}/\d/\d: this chunk is missing"),
 }
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=thorough)])
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_block_that_cannot_be_used_is_named_and_ends_the_run(
-    what: str, workers: int, chapter: Path, store: Path, tmp_path: Path
+def test_a_map_that_cannot_be_used_is_named_and_ends_the_run(
+    what: str, workers: int, chapter: Path, small: list[str], store: Path, tmp_path: Path
 ) -> None:
-    """And all of its workers. It is the first block."""
-    data = make_datamodule([*SMALL, "--store", store])
-    (time,) = data.blocks.blocks[data.order.read(0).block]
-    period = data.blocks.maker.period
-    position, date = period.positions[time], str(period.dates[time])[:10]
+    """And all of its workers. It is the first that is read."""
+    position, date = find_first_map([*small, "--store", store])
     damaged = shutil.copytree(store, tmp_path / "store")
     damage, message = DAMAGE[what]
     damage(damaged, position)
 
-    flags = [*SMALL, "--store", damaged, "--num-workers", workers, "--output-dir", tmp_path / "run"]
+    flags = [*small, "--store", damaged, "--num-workers", workers, "--output-dir", tmp_path / "run"]
     before = programs.running()
     done = programs.run(chapter / "train.py", *flags)
     assert done.code == 2, done.err
@@ -477,12 +529,30 @@ def test_a_block_that_cannot_be_used_is_named_and_ends_the_run(
     assert not (tmp_path / "run/summary.json").exists()
 
 
-@in_gate("06_whats_next")
+@in_gate("03_cloud_data")
+def test_of_two_ranks_the_one_that_finds_no_fault_says_that_the_other_did(
+    chapter: Path, small: list[str], store: Path, tmp_path: Path
+) -> None:
+    """Rank 0's first sample has a hole. Gloo's stack would be the last that a reader sees."""
+    position, date = find_first_map([*small, "--store", store])
+    damaged = shutil.copytree(store, tmp_path / "store")
+    put_hole(damaged, position)
+    flags = [*small, "--store", damaged, "--output-dir", tmp_path / "run"]
+    first, second = programs.run_ranks(chapter / "train.py", 2, *flags)
+    assert (first.code, second.code) == (2, 2), programs.printed([first, second])
+    assert f"{V} on {date}" in first.err.splitlines()[-1]
+    assert second.err.splitlines()[-1].startswith(ANOTHER_FAILED[1])
+    assert "Traceback" not in second.err
+
+
+@in_gate("03_cloud_data", "06_whats_next")
 @pytest.mark.timeout(100)  # the default of --retry-timeout is 120
-def test_a_bucket_that_is_gone_ends_the_loader_and_its_threads_when_no_more_is_retried(store: Path) -> None:
+def test_a_bucket_that_is_gone_ends_the_loader_and_its_threads_when_no_more_is_retried(
+    small: list[str], store: Path
+) -> None:
     from errors import DataError
 
-    flags = [*SMALL, "--patches-per-block", 1, "--max-steps", 1000, "--retry-timeout", 1]
+    flags = [*small, "--max-steps", 1000, "--retry-timeout", 1]
     before = threads()
     with buckets.serving(store.parents[1], latency_ms=0) as address:
         batches = iter(make_datamodule([*flags, *from_bucket(address)]).train_loader())
