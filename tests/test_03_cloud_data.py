@@ -205,6 +205,16 @@ def test_the_samples_are_those_of_chapter_2(size: int) -> None:
 # ------------------------------------------------------------------------------ reads, and what they cost
 
 
+def test_the_six_lines_of_the_page_read_a_patch(folder: Path, servers: dict) -> None:
+    """As they stand there, but for the name of the store."""
+    page = (book.ROOT / "03_cloud_data/README.md").read_text()
+    lines = re.search(r"```python\n(.+?)```", page, re.DOTALL)[1]
+    found = {"ADDRESS": servers["plain"]}
+    exec(lines.replace("winds/small.zarr", "winds/v3"), found)
+    stored = zarr.open_group(folder / "winds/v3", mode="r")[U]
+    np.testing.assert_array_equal(found["patch"].values, stored[0, :64, :64])
+
+
 @pytest.mark.parametrize(("at_once", "number"), [(False, 2), (True, 2 * BATCH)])
 def test_all_reads_of_a_batch_are_under_way_at_once(
     at_once: bool, number: int, folder: Path, monkeypatch
