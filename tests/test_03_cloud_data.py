@@ -202,6 +202,18 @@ def test_the_samples_are_those_of_chapter_2(size: int) -> None:
             np.testing.assert_array_equal(patch.seen, seen)
 
 
+def test_ranks_share_the_global_batch_in_micro_batches(folder: Path) -> None:
+    """Each sample is read by one of them, once."""
+    flags = [*SMALL, "--store", folder / "winds/v3"]
+    whole = [batch["target"] for batch in make_datamodule(flags).train_loader()]
+    made = make_datamodule([*flags, "--accumulate-grad-batches", 2])
+    parts = [[batch["target"] for batch in made.train_loader(rank, 2)] for rank in (0, 1)]
+    for step, expected in enumerate(whole):
+        pieces = [part for rank in parts for part in rank[2 * step : 2 * step + 2]]
+        assert [len(piece) for piece in pieces] == [1] * BATCH
+        np.testing.assert_array_equal(np.concatenate(pieces), expected)
+
+
 # ------------------------------------------------------------------------------ reads, and what they cost
 
 
