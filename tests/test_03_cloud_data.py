@@ -202,10 +202,22 @@ def test_the_samples_are_those_of_chapter_2(size: int) -> None:
             np.testing.assert_array_equal(patch.seen, seen)
 
 
+def test_ranks_share_the_global_batch_in_micro_batches(folder: Path) -> None:
+    """Each sample is read by one of them, once."""
+    flags = [*SMALL, "--store", folder / "winds/v3"]
+    whole = [batch["target"] for batch in make_datamodule(flags).train_loader()]
+    made = make_datamodule([*flags, "--accumulate-grad-batches", 2])
+    parts = [[batch["target"] for batch in made.train_loader(rank, 2)] for rank in (0, 1)]
+    for step, expected in enumerate(whole):
+        pieces = [part for rank in parts for part in rank[2 * step : 2 * step + 2]]
+        assert [len(piece) for piece in pieces] == [1] * BATCH
+        np.testing.assert_array_equal(np.concatenate(pieces), expected)
+
+
 # ------------------------------------------------------------------------------ reads, and what they cost
 
 
-def test_the_six_lines_of_the_page_read_a_patch(folder: Path, servers: dict) -> None:
+def test_the_first_lines_of_the_page_read_a_patch(folder: Path, servers: dict) -> None:
     """As they stand there, but for the name of the store."""
     page = (book.ROOT / "03_cloud_data/README.md").read_text()
     lines = re.search(r"```python\n(.+?)```", page, re.DOTALL)[1]
