@@ -1,7 +1,5 @@
 """The loaders that bring each rank its batches."""
 
-import multiprocessing
-
 import numpy as np
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
@@ -9,19 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 from clock import TimedLoader
 from data import Data, PatchDataset
 from steps import StepSampler
-from workers import start_worker
-
-# Imported once, by the server that all workers are forked from. No module of this folder may
-# be among them: in a process that has seen another folder's it would be that.
-PRELOADED = [
-    "lightning.pytorch",
-    "matplotlib.figure",
-    "obstore",
-    "scipy.interpolate",
-    "torchmetrics",
-    "xarray",
-    "zarr",
-]
+from workers import worker_options
 
 
 class CountedBatches(Dataset):
@@ -88,18 +74,9 @@ class WindDataModule(LightningDataModule):
             world_size=world_size,
             accumulate_grad_batches=options.accumulate_grad_batches,
         )
+        workers = worker_options(options.num_workers, options.start_method)
         # batch_size=None: what the sampler yields is the address of a whole batch.
-        if not options.num_workers:
-            return TimedLoader(batches, batch_size=None, sampler=sampler)
-        multiprocessing.set_forkserver_preload(PRELOADED)
-        return TimedLoader(
-            batches,
-            batch_size=None,
-            sampler=sampler,
-            num_workers=options.num_workers,
-            multiprocessing_context=options.start_method,
-            worker_init_fn=start_worker,
-        )
+        return TimedLoader(batches, batch_size=None, sampler=sampler, **workers)
 
     def eval_loader(self, dataset: PatchDataset) -> DataLoader:
         """This rank's share of the patches that every run is judged on."""

@@ -1,7 +1,6 @@
 """The loaders that bring each rank its batches."""
 
 import math
-import multiprocessing
 import sys
 
 from lightning.pytorch import LightningDataModule
@@ -14,19 +13,7 @@ from data import Data, PatchDataset
 from errors import CheckpointError
 from steps import StepSampler
 from wind_blocks import WindBlocks
-from workers import start_worker
-
-# Imported once, by the server that all workers are forked from. No module of this folder may
-# be among them: in a process that has seen another folder's it would be that.
-PRELOADED = [
-    "lightning.pytorch",
-    "matplotlib.figure",
-    "obstore",
-    "scipy.interpolate",
-    "torchmetrics",
-    "xarray",
-    "zarr",
-]
+from workers import worker_options
 
 
 class WindDataModule(LightningDataModule):
@@ -85,16 +72,8 @@ class WindDataModule(LightningDataModule):
         if rank == 0:
             warn_of_rereading(options.num_workers, self.order, accumulate)
             warn_of_few_blocks(self.order, options.shuffle_slots)
-        if not options.num_workers:
-            return TimedLoader(loader, batch_size=None)
-        multiprocessing.set_forkserver_preload(PRELOADED)
-        return TimedLoader(
-            loader,
-            batch_size=None,
-            num_workers=options.num_workers,
-            multiprocessing_context=options.start_method,
-            worker_init_fn=start_worker,
-        )
+        workers = worker_options(options.num_workers, options.start_method)
+        return TimedLoader(loader, batch_size=None, **workers)
 
     def state_dict(self) -> dict[str, int]:
         """What else decides which samples come, beside the options."""

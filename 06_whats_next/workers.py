@@ -5,6 +5,30 @@ import multiprocessing
 import os
 from threading import Thread
 
+# Imported once, by the server that all workers are forked from. No module of this folder may
+# be among them: in a process that has seen another folder's it would be that.
+PRELOADED = [
+    "lightning.pytorch",
+    "matplotlib.figure",
+    "obstore",
+    "scipy.interpolate",
+    "torchmetrics",
+    "xarray",
+    "zarr",
+]
+
+
+def worker_options(num_workers: int, start_method: str) -> dict:
+    """How a DataLoader is told to start its workers; nothing if it has none."""
+    if not num_workers:
+        return {}
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    return {
+        "num_workers": num_workers,
+        "multiprocessing_context": start_method,
+        "worker_init_fn": start_worker,
+    }
+
 
 def start_worker(worker: int) -> None:
     """Prepare a worker's process."""

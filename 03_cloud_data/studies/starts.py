@@ -8,11 +8,11 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from data import PatchDataset
-from datamodule import PRELOADED
 from studies.costs import TILES
 from studies.server import LATENCIES, serve
 from studies.stores import store_flags
 from studies.ways import open_patches
+from workers import PRELOADED
 
 LIMIT = 20  # seconds to wait for the first batch
 SAMPLES = 8

@@ -8,10 +8,10 @@ import numpy as np
 import psutil
 from torch.utils.data import DataLoader, Dataset
 
-from datamodule import PRELOADED
 from studies.measuring import LIMIT, Case, children, fresh, take_turns
 from studies.stores import full_or_quick
 from studies.tree_memory import tree_mb
+from workers import PRELOADED
 
 WORKERS = 4
 BATCH = 1000

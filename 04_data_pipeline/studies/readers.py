@@ -1,6 +1,5 @@
 """The readers that compare.py compares: other libraries, ours, and bare GETs."""
 
-import multiprocessing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from command_line import make_location
 from data import Data, PatchDataset
-from datamodule import PRELOADED
 from diagnose import OneByOne
 from options import Options
 from steps import StepSampler
@@ -25,7 +23,7 @@ from studies.map_readers import (
     read_xbatcher_samples,
 )
 from task import make_datamodule
-from workers import start_worker
+from workers import worker_options
 
 
 class Setting(NamedTuple):
@@ -87,7 +85,8 @@ def read_blocks(
 def read_objects(decoded: bool, options: Options, data: Data) -> DataLoader:
     """The objects of whole maps, of which no batch is made."""
     objects = Objects(options, data, decoded)
-    return DataLoader(objects, batch_size=None, **worker_options(options))
+    workers = worker_options(options.num_workers, options.start_method)
+    return DataLoader(objects, batch_size=None, **workers)
 
 
 def make_dataset(
@@ -101,19 +100,8 @@ def make_dataset(
 
 def load_samples(samples: Dataset, options: Options) -> DataLoader:
     batches = StepSampler(options.batch_size, options.max_steps)
-    return DataLoader(samples, batch_sampler=batches, **worker_options(options))
-
-
-def worker_options(options: Options) -> dict:
-    """How a DataLoader starts its workers: as the training's does."""
-    if not options.num_workers:
-        return {}
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    return {
-        "num_workers": options.num_workers,
-        "multiprocessing_context": options.start_method,
-        "worker_init_fn": start_worker,
-    }
+    workers = worker_options(options.num_workers, options.start_method)
+    return DataLoader(samples, batch_sampler=batches, **workers)
 
 
 NAIVE = "as users call it"

@@ -19,7 +19,6 @@ from zarr.storage import ObjectStore
 
 from command_line import make_location
 from data import Data, PatchDataset, Sample
-from datamodule import PRELOADED
 from location import client_options
 from model import masked_sums
 from options import Options, parse_options
@@ -29,7 +28,7 @@ from studies.measuring import children, cpu_seconds
 from studies.server import Server
 from studies.stores import SIZE, store_flags
 from task import make_data, make_datamodule, make_model
-from workers import start_worker
+from workers import worker_options
 
 SLOTS = 32  # train.py's default is four times the batch
 Step = Callable[[dict], None]
@@ -129,15 +128,12 @@ def make_loader(
     batches = StepSampler(SIZE["batch"], steps)
     if not way.num_workers:
         return DataLoader(dataset, batch_sampler=batches)
-    multiprocessing.set_forkserver_preload(PRELOADED)
     return DataLoader(
         dataset,
         batch_sampler=batches,
-        num_workers=way.num_workers,
         prefetch_factor=way.prefetch_factor,
-        multiprocessing_context=way.start_method,
         persistent_workers=persistent,
-        worker_init_fn=start_worker,
+        **worker_options(way.num_workers, way.start_method),
     )
 
 

@@ -5,7 +5,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import block_loader
-import datamodule
 import pytest
 from block_order import fit_slots
 from datamodule import WindDataModule, count_readers
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  #
 @pytest.fixture(autouse=True)
 def programs_import_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else later programs of the suite would be forked from what loaders import ahead."""
-    monkeypatch.setattr(datamodule.multiprocessing, "set_forkserver_preload", lambda names: None)
+    monkeypatch.setattr("multiprocessing.set_forkserver_preload", lambda names: None)
 
 
 def make_loader(
