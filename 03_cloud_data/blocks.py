@@ -1,0 +1,146 @@
+"""Many blocks at once, by threads of this process or by Dask, and what is done to each."""
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from dask.distributed import Client
+from dask.system import CPU_COUNT
+
+from errors import DataError
+from layout import BLOCKS
+from progress import Checksums
+from sources import Part, read_parts
+from target import Target
+
+HERE = Path(__file__).parent
+# What a worker on another machine needs to import; each after those that it imports.
+MODULES = (
+    "errors remedies coordinates decoding fields climatology location layout target"
+)
+MODULES += " progress sources blocks verification"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Where functions run, and for how many of them work is kept ready."""
+
+    executor: Executor
+    threads: int = 0
+    client: Client | None = None  # of Dask, which knows its threads
+
+    def count(self) -> int:
+        """How many run at once. A cluster is asked each time, because it may grow."""
+        if self.client is None:
+            return self.threads
+        return max(1, sum(self.client.nthreads().values()))
+
+    def run(self, function: Callable, tasks: Iterable[tuple]) -> Iterator[tuple]:
+        """Each task, and what the function returns when it is called with it, in order.
+
+        Twice as many tasks as run at once are under way, so that each thread finds its next
+        one. No more than these, and their results, are in memory.
+        """
+        pending: deque[tuple[tuple, Future]] = deque()
+        try:
+            for task in tasks:
+                pending.append((task, self.executor.submit(function, *task)))
+                if len(pending) >= 2 * self.count():
+                    first, future = pending.popleft()
+                    yield first, future.result()
+            while pending:
+                first, future = pending.popleft()
+                yield first, future.result()
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+
+@contextmanager
+def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
+    """Threads of this process, or so many processes of Dask, or a cluster that is running.
+
+    Each thread holds one block, so that together they hold a region at most.
+    """
+    if not workers and not scheduler:
+        number = min(CPU_COUNT, BLOCKS)
+        with ThreadPoolExecutor(number) as threads:
+            yield Pool(threads, number)
+        return
+    how = {"address": scheduler}
+    if not scheduler:
+        how = {"n_workers": workers, "threads_per_worker": 1}
+        how["dashboard_address"] = "127.0.0.1:0"
+    with Client(**how) as client:
+        print(f"dashboard: {client.dashboard_link}", flush=True)
+        send_modules(client)
+        with client.get_executor(pure=False) as executor:
+            yield Pool(executor, client=client)
+
+
+def send_modules(client: Client) -> None:
+    """Give the workers the modules of this folder, unless they find them by themselves."""
+    if all(client.run(find_spec, "verification").values()):
+        return
+    with TemporaryDirectory() as folder:
+        for name in MODULES.split():
+            shutil.copy(HERE / f"{name}.py", folder)
+        with TemporaryDirectory() as other:
+            archive = shutil.make_archive(f"{other}/make_store", "zip", folder)
+            client.upload_file(archive)
+
+
+def checksums(values: np.ndarray) -> list[str]:
+    """A checksum of each map of a field, (times, latitude, longitude)."""
+    return [sha256(np.ascontiguousarray(each)).hexdigest()[:32] for each in values]
+
+
+def read_block(target: Target, times: slice, parts: list[Part]) -> Checksums:
+    """Read some times of the sources; return their checksums."""
+    names = list(target.arrays)
+    return {name: checksums(read_parts(parts, names, name)) for name in names}
+
+
+def write_block(
+    target: Target, times: slice, parts: list[Part], expected: Checksums
+) -> Checksums:
+    """Write some times, whole chunks or shards; return their checksums.
+
+    If `parts` have fewer times, the first ones stay as they are in the store: an append
+    completes a chunk. `expected` are the checksums of the first times, if they are known.
+    DataError, and the field is not written, if one differs.
+    """
+    found = {}
+    names = list(target.arrays)
+    for name in names:
+        field = target.open_field(name)
+        values = read_parts(parts, names, name)
+        kept = times.stop - times.start - len(values)
+        if kept:
+            before = field[times.start : times.start + kept]
+            values = np.concatenate([before, values])
+        found[name] = checksums(values)
+        check(name, times.start, expected.get(name, []), found[name], kept)
+        field[times] = values
+    return found
+
+
+def check(
+    name: str, first: int, expected: list[str], found: list[str], kept: int
+) -> None:
+    """DataError if a map is not the one that was written, or written before."""
+    for number, (one, other) in enumerate(zip(expected, found)):
+        if one == other:
+            continue
+        which = f"map {first + number} of {name}, counted from 0"
+        if number < kept:
+            raise DataError(f"{which}, is not what was written; give --repair first")
+        raise DataError(f"--source: {which}, is not what the store was made of")

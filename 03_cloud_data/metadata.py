@@ -1,0 +1,109 @@
+"""The metadata and the coordinates of a store: made in memory, kept whole, put in place."""
+
+import json
+from dataclasses import replace
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+import zarr
+from obstore.store import ObjectStore
+from zarr import storage
+from zarr.core.buffer import default_buffer_prototype
+
+from coordinates import DIMENSIONS
+from layout import Layout, choose_encoding
+from progress import Objects
+from target import get, put
+
+# Of the root. Those of Zarr 3 also hold the consolidated metadata.
+ROOT = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")
+METADATA = (*ROOT, ".zarray")
+
+
+def make_skeleton(fields: xr.Dataset, dates: np.ndarray, layout: Layout) -> Objects:
+    """All objects of a store with these fields at these dates, but for the fields' chunks."""
+    time = xr.Variable("time", dates, fields.time.attrs)
+    dataset = fields.drop_vars([*fields, "time"]).assign_coords(time=time)
+    sizes = [dataset.sizes[dim] for dim in DIMENSIONS]
+    for name, field in fields.items():
+        nothing = da.zeros(sizes, dtype="float32", chunks=sizes)  # is never computed
+        dataset[name] = tuple(DIMENSIONS), nothing, field.attrs
+    return to_objects(dataset, layout)
+
+
+def to_objects(
+    dataset: xr.Dataset, layout: Layout, group: str | None = None
+) -> Objects:
+    """A dataset as Zarr's objects, without chunks of what is not in memory."""
+    objects: dict = {}
+    dataset = dataset.drop_encoding()
+    dataset.to_zarr(
+        storage.MemoryStore(objects),
+        group=group,
+        mode="w",
+        compute=False,
+        consolidated=False,
+        safe_chunks=False,
+        write_empty_chunks=True,
+        zarr_format=layout.zarr_format,
+        encoding=choose_encoding(dataset, layout),
+    )
+    return {name: content.to_bytes() for name, content in objects.items()}
+
+
+def open_skeleton(objects: Objects) -> xr.Dataset:
+    """The coordinates, and fields whose values must not be read."""
+    buffer = default_buffer_prototype().buffer
+    contents = {name: buffer.from_bytes(content) for name, content in objects.items()}
+    memory = storage.MemoryStore(contents)
+    return xr.open_zarr(memory, consolidated=False, chunks=None)
+
+
+def array_metadata(objects: Objects, name: str) -> dict:
+    """The metadata of an array, as Zarr has them in JSON."""
+    found = objects.get(f"{name}/zarr.json") or objects[f"{name}/.zarray"]
+    return json.loads(found)
+
+
+def list_fields(dataset: xr.Dataset) -> list[str]:
+    """The names of a dataset's fields, sorted."""
+    return sorted(str(name) for name in dataset.data_vars)
+
+
+def put_in_place(store: ObjectStore, skeleton: Objects) -> None:
+    """Write what is not there yet, or differs.
+
+    The arrays of a new store come into being so.
+    """
+    for name, content in sorted(skeleton.items()):
+        found = get(store, name)
+        is_root = name in ROOT and found is not None
+        if found != content and not is_root:
+            put(store, name, content)
+
+
+def consolidate(store: ObjectStore, skeleton: Objects) -> Objects:
+    """Show readers all that is there: the last step of making and appending.
+
+    Readers go by the consolidated metadata. Until these are replaced, a reader sees the old
+    extent, and then the new one. The dates are one chunk whose size is in the metadata, so
+    they are replaced just after: a reader that opens the store between the two requests
+    gets an error, and no wrong value; it tries again.
+
+    Returns the root's metadata.
+    """
+    dates = {}
+    for name, content in skeleton.items():
+        if name.startswith("time/") and name.split("/")[-1] not in METADATA:
+            dates[name] = content
+    put_in_place(store, {name: skeleton[name] for name in skeleton.keys() - dates})
+    zarr.consolidate_metadata(storage.ObjectStore(store))
+    put_in_place(store, dates)
+    root = {name: get(store, name) for name in ROOT}
+    return {name: content for name, content in root.items() if content is not None}
+
+
+def statistics_layout(layout: Layout) -> Layout:
+    """How statistics are cut: a chunk a month."""
+    return replace(layout, chunk=[1, 2**30, 2**30], shard_times=0)
