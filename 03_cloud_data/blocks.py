@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,9 +16,10 @@ from dask.system import CPU_COUNT
 
 from errors import DataError
 from layout import BLOCKS
-from progress import Checksums
+from progress import Checksums, Record, sum_bytes, sum_maps
+from reading_back import read_values
 from sources import Part, read_parts
-from target import Target
+from target import Target, connect, put_all
 
 HERE = Path(__file__).parent
 # What a worker on another machine needs to import; each after those that it imports.
@@ -88,7 +88,7 @@ def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
 
 def send_modules(client: Client) -> None:
     """Give the workers the modules of this folder, unless they find them by themselves."""
-    if all(client.run(find_spec, "verification").values()):
+    if all(client.run(find_spec, "reading_back").values()):
         return
     with TemporaryDirectory() as folder:
         for name in MODULES.split():
@@ -98,49 +98,40 @@ def send_modules(client: Client) -> None:
             client.upload_file(archive)
 
 
-def checksums(values: np.ndarray) -> list[str]:
-    """A checksum of each map of a field, (times, latitude, longitude)."""
-    return [sha256(np.ascontiguousarray(each)).hexdigest()[:32] for each in values]
-
-
 def read_block(target: Target, times: slice, parts: list[Part]) -> Checksums:
-    """Read some times of the sources; return their checksums."""
+    """Read some times of the sources; return the checksums of their maps."""
     names = list(target.arrays)
-    return {name: checksums(read_parts(parts, names, name)) for name in names}
+    return {name: sum_maps(read_parts(parts, names, name)) for name in names}
 
 
 def write_block(
-    target: Target, times: slice, parts: list[Part], expected: Checksums
-) -> Checksums:
+    target: Target, times: slice, parts: list[Part], expected: Record
+) -> Record:
     """Write some times, whole chunks or shards; return their checksums.
 
     If `parts` have fewer times, the first ones stay as they are in the store: an append
-    completes a chunk. `expected` are the checksums of the first times, if they are known.
-    DataError, and the field is not written, if one differs.
+    completes a chunk. `expected` are the checksums of what was written before. DataError,
+    and the field is not written, if a map differs from these.
     """
-    found = {}
+    store = connect(target.location)
+    found = Record({}, {})
     names = list(target.arrays)
     for name in names:
-        field = target.open_field(name)
         values = read_parts(parts, names, name)
         kept = times.stop - times.start - len(values)
         if kept:
-            before = field[times.start : times.start + kept]
-            values = np.concatenate([before, values])
-        found[name] = checksums(values)
-        check(name, times.start, expected.get(name, []), found[name], kept)
-        field[times] = values
+            before = slice(times.start, times.start + kept)
+            checksums = expected.objects[name]
+            read = read_values(target, store, name, before, checksums)
+            values = np.concatenate([read, values])
+        found.maps[name] = sum_maps(values)
+        known = expected.maps.get(name, [])
+        for number, (one, other) in enumerate(zip(known, found.maps[name])):
+            if one != other:
+                which = f"map {times.start + number} of {name}, counted from 0"
+                reason = "is not what the store was made of"
+                raise DataError(f"--source: {which}, {reason}; give those files")
+        objects = target.encode(name, times, values)
+        put_all(store, objects)
+        found.objects[name] = [sum_bytes(each) for each in objects.values()]
     return found
-
-
-def check(
-    name: str, first: int, expected: list[str], found: list[str], kept: int
-) -> None:
-    """DataError if a map is not the one that was written, or written before."""
-    for number, (one, other) in enumerate(zip(expected, found)):
-        if one == other:
-            continue
-        which = f"map {first + number} of {name}, counted from 0"
-        if number < kept:
-            raise DataError(f"{which}, is not what was written; give --repair first")
-        raise DataError(f"--source: {which}, is not what the store was made of")

@@ -6,9 +6,10 @@ from errors import print_note
 from fields import split_times
 from making import Making
 from metadata import ROOT, consolidate, put_in_place, statistics_layout, to_objects
-from progress import Objects, save_small
+from progress import save_small
 from statistics_of_store import average, group_name
 from store_options import TRAIN_TIMES
+from target import Objects
 from verification import count_whole, read_back
 
 
@@ -67,7 +68,7 @@ def describe(making: Making) -> dict:
     DataError if an object is missing.
     """
     objects, stored = count_whole(making)
-    field = making.target.open_field(making.fields[0])
+    field = making.target.field(making.fields[0])
     raw = field.nbytes * len(making.fields)
     url = making.location.url
     print(f"{url}: {len(making.fields)} variables of {field.shape}, {objects} objects")

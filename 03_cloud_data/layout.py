@@ -32,6 +32,10 @@ class Layout:
         """The first time of each region of so many times."""
         return range(0, times, self.region_times)
 
+    def first_of(self, time: int) -> int:
+        """The first time of the region that a time is in."""
+        return time - time % self.region_times
+
     def region(self, first: int, times: int) -> slice:
         """The times of a region; the last one may be shorter."""
         return slice(first, min(first + self.region_times, times))

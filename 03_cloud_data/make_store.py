@@ -41,7 +41,7 @@ from store_options import (
     parse_options,
     require_same,
 )
-from target import connect, remove_partial
+from target import connect, discard, remove_partial
 from verification import count_whole, explain_lost, find_damage, find_lost, verify
 from weather import make_files
 
@@ -200,30 +200,34 @@ def repair(options: Options, store: ObjectStore, pool: Pool) -> dict:
     damaged = verify(making)
     firsts = set()
     for one in damaged:
-        print(f"repaired: {one.describe(making.dates)}")
-        if one.times is not None:
-            regions = making.layout.regions(one.times.stop)
-            firsts |= {
-                n for n in regions if n + making.layout.region_times > one.times.start
-            }
+        print(f"damaged: {one.describe(making.dates)}")
+        if one.times is None:
+            discard(store, one.object)
+        else:
+            firsts.add(making.layout.first_of(one.times.start))
     if firsts:
-        files = list_sources(options)
-        if not files and making.state.files != [identify([])]:
-            dates = [str(making.dates[n])[:10] for n in (min(firsts), max(firsts))]
-            reason = f"regions from {' to '.join(dates)} on are damaged"
-            raise DataError(
-                f"--repair: {reason}; give --source, files with these times"
-            )
-        source = open_sources(options, making.state.settings, files, making.fields)
-        write_regions(making, source, sorted(firsts), 0)
+        write_regions(
+            making, open_for_repair(making, options, firsts), sorted(firsts), 0
+        )
     if damaged:
         making = finish(making, making.state.spans, making.state.spans)
+        print(f"repaired: {len(damaged)} objects")
     left = list(find_damage(making, sorted(firsts)))
     if left:
-        raise DataError(
-            f"still damaged: {left[0].describe(making.dates)}; check the disk"
-        )
+        reason = f"still damaged: {left[0].describe(making.dates)}"
+        raise DataError(f"{reason}; check the disk or the bucket")
     return describe(making)
+
+
+def open_for_repair(making: Making, options: Options, firsts: set[int]) -> Source:
+    """The sources of these regions. DataError if the store was not made of made-up winds."""
+    files = list_sources(options)
+    if not files and making.state.files != [identify([])]:
+        end = making.layout.region(max(firsts), making.state.times).stop
+        dates = [str(making.dates[n])[:10] for n in (min(firsts), end - 1)]
+        reason = f"--repair: regions of {' to '.join(dates)} are damaged"
+        raise DataError(f"{reason}; give --source, the files with these times")
+    return open_sources(options, making.state.settings, files, making.fields)
 
 
 def list_sources(options: Options) -> list[SourceFile]:

@@ -15,17 +15,9 @@ from errors import DataError
 from layout import Layout
 from location import Location
 from metadata import array_metadata, list_fields, open_skeleton
-from progress import (
-    Checksums,
-    Objects,
-    State,
-    list_regions,
-    load_region,
-    save_region,
-    save_state,
-)
+from progress import Record, State, list_regions, load_region, save_region, save_state
 from sources import Source
-from target import Target
+from target import Objects, Target
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ def list_unwritten(making: Making) -> list[int]:
         region = making.layout.region(first, making.state.times)
         if first in recorded and region.start <= completed < region.stop:
             known = load_region(making.store, first)
-            lengths = {len(checksums) for checksums in known.values()}
+            lengths = {len(checksums) for checksums in known.maps.values()}
             if lengths != {region.stop - region.start}:
                 recorded.remove(first)
     return [first for first in making.regions if first not in recorded]
@@ -94,22 +86,21 @@ def write_regions(making: Making, source: Source, firsts: list[int], kept: int) 
     A region's checksums are recorded when all its blocks are written. After a kill,
     regions without them are written again, so that none is taken for whole that is not.
     """
-    records: dict[int, Checksums] = {}  # of the regions under way
+    target = making.target
+    records: dict[int, Record] = {}  # of the regions under way
 
     def plan() -> Iterator[tuple]:
         for first in firsts:
             known = load_region(making.store, first)
             region = making.layout.region(first, making.state.times)
-            records[first] = {name: [] for name in making.fields}
+            records[first] = Record({}, {})
             for block in making.layout.blocks(region):
-                inside = slice(block.start - first, block.stop - first)
-                expected = {name: known[name][inside] for name in known}
+                expected = known.cut(target, first, block)
                 if block.stop <= kept:
-                    add(records[first], expected)
+                    records[first].add(expected)
                     continue
                 new = slice(max(block.start, kept), block.stop)
-                parts = source.find(making.dates[new])
-                yield making.target, block, parts, expected
+                yield target, block, source.find(making.dates[new]), expected
 
     bar = tqdm(
         total=len(making.regions),
@@ -119,17 +110,11 @@ def write_regions(making: Making, source: Source, firsts: list[int], kept: int) 
     )
     with bar:
         for (_, block, *_), found in making.pool.run(write_block, plan()):
-            first = block.start - block.start % making.layout.region_times
-            add(records[first], found)
+            first = making.layout.first_of(block.start)
+            records[first].add(found)
             if block.stop == making.layout.region(first, making.state.times).stop:
                 save_region(making.store, first, records.pop(first))
                 bar.update()
-
-
-def add(record: Checksums, found: Checksums) -> None:
-    """Append the checksums of a block to those of its region."""
-    for name, checksums in found.items():
-        record[name] += checksums
 
 
 def compare_source(making: Making, source: Source, start: int) -> None:
@@ -160,8 +145,8 @@ def compare_source(making: Making, source: Source, start: int) -> None:
 
     read = making.pool.run(read_block, plan())
     for (_, times, _), found in tqdm(read, "blocks compared", disable=None):
-        first = times.start - times.start % making.layout.region_times
-        known = load_region(making.store, first)
+        first = making.layout.first_of(times.start)
+        known = load_region(making.store, first).maps
         inside = slice(times.start - first, times.stop - first)
         for name in known:
             expected = known[name][inside]

@@ -9,12 +9,10 @@ import xarray as xr
 import zarr
 from obstore.store import ObjectStore
 from zarr import storage
-from zarr.core.buffer import default_buffer_prototype
 
 from coordinates import DIMENSIONS
 from layout import Layout, choose_encoding
-from progress import Objects
-from target import get, put
+from target import Objects, get, put, to_buffers
 
 # Of the root. Those of Zarr 3 also hold the consolidated metadata.
 ROOT = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")
@@ -49,14 +47,12 @@ def to_objects(
         zarr_format=layout.zarr_format,
         encoding=choose_encoding(dataset, layout),
     )
-    return {name: content.to_bytes() for name, content in objects.items()}
+    return {name: objects[name].to_bytes() for name in sorted(objects)}
 
 
 def open_skeleton(objects: Objects) -> xr.Dataset:
     """The coordinates, and fields whose values must not be read."""
-    buffer = default_buffer_prototype().buffer
-    contents = {name: buffer.from_bytes(content) for name, content in objects.items()}
-    memory = storage.MemoryStore(contents)
+    memory = storage.MemoryStore(to_buffers(objects))
     return xr.open_zarr(memory, consolidated=False, chunks=None)
 
 

@@ -14,7 +14,7 @@ import obstore
 from obstore.store import ObjectStore
 
 from errors import DataError
-from target import get, list_objects, put
+from target import Objects, Target, get, list_objects, put
 
 FOLDER = ".make_store"
 STATE = f"{FOLDER}/state.json"
@@ -22,8 +22,42 @@ REGIONS = f"{FOLDER}/regions"
 SMALL = f"{FOLDER}/small.json"
 MAKE_ANEW = "remove it and make it anew, or give another --store"
 
-Checksums = dict[str, list[str]]  # of each map of some times, by variable
-Objects = dict[str, bytes]  # by name
+Checksums = dict[str, list[str]]  # by field
+
+
+@dataclass(frozen=True)
+class Record:
+    """The checksums of some times of a store, in order."""
+
+    maps: Checksums
+    objects: Checksums  # as stored: whole chunks or shards
+
+    def add(self, other: "Record") -> None:
+        """Append the checksums of the times that follow."""
+        for mine, theirs in ((self.maps, other.maps), (self.objects, other.objects)):
+            for name, checksums in theirs.items():
+                mine.setdefault(name, []).extend(checksums)
+
+    def cut(self, target: Target, first: int, times: slice) -> "Record":
+        """Those of a block, of a record that begins with the time `first`."""
+        maps = {}
+        objects = {}
+        for name in self.maps:
+            maps[name] = self.maps[name][times.start - first : times.stop - first]
+            before = len(target.object_names(name, slice(first, times.start)))
+            number = len(target.object_names(name, times))
+            objects[name] = self.objects[name][before : before + number]
+        return Record(maps, objects)
+
+
+def sum_maps(values: np.ndarray) -> list[str]:
+    """A checksum of each map of a field, (times, latitude, longitude)."""
+    return [sum_bytes(np.ascontiguousarray(each)) for each in values]
+
+
+def sum_bytes(content: bytes | np.ndarray) -> str:
+    """A checksum."""
+    return sha256(content).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -70,26 +104,25 @@ def region_name(first: int) -> str:
     return f"{REGIONS}/{first:08d}.json"
 
 
-def save_region(store: ObjectStore, first: int, checksums: Checksums) -> None:
+def save_region(store: ObjectStore, first: int, record: Record) -> None:
     """Record that a region is written."""
-    put(store, region_name(first), json.dumps(checksums).encode())
+    put(store, region_name(first), json.dumps(asdict(record)).encode())
 
 
-def load_region(store: ObjectStore, first: int) -> Checksums:
-    """The checksums of a region, in the order of its times; {} if there is no record.
-
-    A record that cannot be read counts as none.
-    """
+def load_region(store: ObjectStore, first: int) -> Record:
+    """The record of a region. It is empty if there is none, or if it cannot be read."""
+    found = get(store, region_name(first))
     try:
-        return json.loads(get(store, region_name(first)) or b"{}")
-    except ValueError:
-        return {}
+        return Record(**json.loads(found or b""))
+    except (TypeError, ValueError):
+        return Record({}, {})
 
 
 def save_small(store: ObjectStore, objects: Objects) -> None:
     """Record the checksums of objects that are no chunks of fields, with those before."""
-    found = {name: sha256(content).hexdigest() for name, content in objects.items()}
-    put(store, SMALL, json.dumps(load_small(store) | found).encode())
+    found = {name: sum_bytes(content) for name, content in objects.items()}
+    content = json.dumps(load_small(store) | found, sort_keys=True)
+    put(store, SMALL, content.encode())
 
 
 def load_small(store: ObjectStore) -> dict[str, str]:

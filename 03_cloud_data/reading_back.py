@@ -1,17 +1,15 @@
-"""A region read again: is every map what was written, and what are its sums?"""
+"""A region read again: is every object what was written, and what are its sums?"""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import zarr
 from obstore.store import ObjectStore
 
-from blocks import checksums
-from listing import expect_chunks
-from progress import load_region, region_name
+from errors import DataError
+from progress import load_region, region_name, sum_bytes, sum_maps
 from statistics_of_store import MonthSums, RegionSums
-from target import Target, connect, get_size
+from target import Target, connect, get_all
 
 LOST = "missing or empty"
 
@@ -34,77 +32,70 @@ class Damage:
         return f"{self.object}: {self.reason}; {self.field or 'all'} at {when}"
 
 
+class DamageError(DataError):
+    """Objects of a block that are damaged, by name, and why."""
+
+    def __init__(self, reasons: dict[str, str]):
+        super().__init__(reasons)
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        name, reason = next(iter(self.reasons.items()))
+        return f"{name}: {reason}; give --repair, and the same sources"
+
+
+def read_values(
+    target: Target, store: ObjectStore, name: str, times: slice, checksums: list[str]
+) -> np.ndarray:
+    """A field at some times, whole chunks or shards. DamageError if an object is not whole.
+
+    The objects' checksums are compared before they are decoded, because Blosc may crash on
+    an object that was cut.
+    """
+    names = target.object_names(name, times)
+    contents = get_all(store, names)
+    reasons = {}
+    for each, content, checksum in zip(names, contents, checksums):
+        if not content:
+            reasons[each] = LOST
+        elif sum_bytes(content) != checksum:
+            reasons[each] = "not what was written"
+    if reasons:
+        raise DamageError(reasons)
+    return target.decode(name, times, dict(zip(names, contents)))
+
+
 def read_region(
     target: Target, name: str, first: int, months: np.ndarray
 ) -> tuple[list[Damage], list[MonthSums]]:
     """Read a region of a field again, and add up its training times by month.
 
     `months` are those of its times, 0 to 11, or -1 for times that are not trained on.
-    Every map must have its checksum.
+    Every object and every map must have its checksum.
     """
     store = connect(target.location)
-    field = target.open_field(name)
     region = target.layout.region(first, target.times)
-    known = load_region(store, first).get(name, [])
-    if len(known) != region.stop - region.start:
+    record = load_region(store, first)
+    if len(record.maps.get(name, [])) != region.stop - region.start:
         return [Damage(region_name(first), "cannot be read", times=region)], []
     sums = RegionSums()
-    damaged: list[Damage] = []
+    damaged = []
     for block in target.layout.blocks(region):
-        expected = known[block.start - first : block.stop - first]
+        known = record.cut(target, first, block)
         try:
-            values = field[block]
-            found = checksums(values)
-        except (RuntimeError, ValueError):  # a codec's
-            found = []
-        if found != expected:
-            for time, checksum in enumerate(expected, block.start):
-                damaged += check_map(store, field, time, checksum)
+            values = read_values(target, store, name, block, known.objects[name])
+            if sum_maps(values) != known.maps[name]:
+                names = target.object_names(name, block)
+                raise DamageError(dict.fromkeys(names, "decoded to other values"))
+        except DamageError as error:
+            for each, reason in error.reasons.items():
+                times = target.object_times(name, each)
+                damaged.append(Damage(each, reason, name, times))
             continue
         for month, each in zip(months[block.start - first :], values):
             if month >= 0:
                 sums.add(int(month), each)
     return damaged, sums.in_order()
-
-
-def check_map(
-    store: ObjectStore, field: zarr.Array, time: int, checksum: str
-) -> Iterator[Damage]:
-    """The objects to blame if a map is not what was written.
-
-    Those that are missing, or that cannot be decoded. If there are none, which happens
-    without checksums of the format, it is one of the map's objects, and all are named.
-    """
-    here = slice(time, time + 1)
-    if is_readable(field, (here,), checksum):
-        return
-    chunks = expect_chunks(field)
-    cut = field.shards or field.chunks
-    reasons = {}
-    for row, column in np.ndindex(*chunks.shape[1:]):
-        key = chunks.encode((time // cut[0], row, column))
-        name = f"{chunks.prefix}/{key}"
-        places = zip((row, column), cut[1:])
-        cells = [slice(n * size, (n + 1) * size) for n, size in places]
-        reasons[name] = "not the values written, or another object of the map is not"
-        if not get_size(store, name):
-            reasons[name] = LOST
-        elif not is_readable(field, (here, *cells)):
-            reasons[name] = "cannot be decoded"
-    clear = [name for name in reasons if not reasons[name].startswith("not ")]
-    for name in clear or reasons:
-        yield Damage(name, reasons[name], field.basename, here)
-
-
-def is_readable(
-    field: zarr.Array, cells: tuple[slice, ...], checksum: str | None = None
-) -> bool:
-    """Whether some cells of a map can be decoded, to what has the checksum, if one is given."""
-    try:
-        found = checksums(field[cells])
-    except (RuntimeError, ValueError):  # a codec's
-        return False
-    return checksum in (None, *found)
 
 
 def merge(damaged: Iterable[Damage]) -> list[Damage]:

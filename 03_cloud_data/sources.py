@@ -272,7 +272,7 @@ def find_fields(stored: xr.Dataset, names: tuple[str, ...] | None) -> OpenFile:
 
 def find_columns(fields: xr.Dataset) -> np.ndarray:
     """The columns that lie once around the globe. DataError if a coordinate is not usable."""
-    numbered = fields[[]].assign_coords(
+    numbered = fields.drop_vars(list(fields)).assign_coords(
         column=("longitude", np.arange(fields.longitude.size))
     )
     for dim in ("latitude", "longitude"):

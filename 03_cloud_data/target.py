@@ -1,18 +1,26 @@
-"""The store that is written: its fields, at their full extent, and its small objects."""
+"""The store that is written: its objects, and what the fields' chunks and shards hold."""
 
+import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import obstore
 import zarr
 from obstore.store import LocalStore, ObjectStore, from_url
 from zarr import storage
+from zarr.core.buffer import default_buffer_prototype
 
 from layout import Layout
 from location import Location, client_options
 
 PAGE = 1000  # objects of a listing that are in memory at once
+REQUESTS_AT_ONCE = 16  # for the objects of one block
+Objects = dict[str, bytes]  # by name
 
 
 @dataclass(frozen=True)
@@ -28,12 +36,48 @@ class Target:
     times: int
     layout: Layout
 
-    def open_field(self, name: str) -> zarr.Array:
-        """A field, (time, latitude, longitude). No request is made."""
-        place = storage.StorePath(storage.ObjectStore(connect(self.location)), name)
+    def field(self, name: str, objects: dict | None = None) -> zarr.Array:
+        """A field, (time, latitude, longitude), whose chunks are in memory."""
+        place = storage.StorePath(storage.MemoryStore(objects), name)
         # Chunks of NaN are written, too, because a missing chunk is an error.
         config = {"write_empty_chunks": True}
         return zarr.Array(zarr.AsyncArray(self.arrays[name], place, config))
+
+    def object_names(self, name: str, times: slice) -> list[str]:
+        """The objects that hold a field at these times, which are whole chunks or shards."""
+        field = self.field(name)
+        length, *cut = field.shards or field.chunks
+        grid = [-(-size // cells) for size, cells in zip(field.shape[1:], cut)]
+        names = []
+        for unit in range(times.start // length, -(-times.stop // length)):
+            for place in np.ndindex(*grid):
+                key = field.metadata.encode_chunk_key((unit, *place))
+                names.append(f"{name}/{key}")
+        return names
+
+    def object_times(self, name: str, object_name: str) -> slice:
+        """The times that an object of a field holds."""
+        field = self.field(name)
+        length = (field.shards or field.chunks)[0]
+        first = length * int(re.findall(r"\d+", object_name)[-3])
+        return slice(first, min(first + length, self.times))
+
+    def encode(self, name: str, times: slice, values: np.ndarray) -> Objects:
+        """The objects of a field at these times, in the order of object_names."""
+        objects: dict = {}
+        self.field(name, objects)[times] = values
+        names = self.object_names(name, times)
+        return {each: objects[each].to_bytes() for each in names}
+
+    def decode(self, name: str, times: slice, objects: Objects) -> np.ndarray:
+        """What the objects of a field hold at these times."""
+        return self.field(name, to_buffers(objects))[times]
+
+
+def to_buffers(objects: Objects) -> dict:
+    """Objects as Zarr's store in memory takes them."""
+    buffer = default_buffer_prototype().buffer
+    return {name: buffer.from_bytes(content) for name, content in objects.items()}
 
 
 def connect(location: Location) -> ObjectStore:
@@ -62,6 +106,24 @@ def get_size(store: ObjectStore, name: str) -> int:
 def put(store: ObjectStore, name: str, content: bytes) -> None:
     """Write an object, which is whole whenever it is there."""
     obstore.put(store, name, content)
+
+
+def discard(store: ObjectStore, name: str) -> None:
+    """Remove an object, if it is there."""
+    with suppress(FileNotFoundError):
+        obstore.delete(store, name)
+
+
+def get_all(store: ObjectStore, names: list[str]) -> list[bytes | None]:
+    """The contents of several objects, asked for at once."""
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as threads:
+        return list(threads.map(partial(get, store), names))
+
+
+def put_all(store: ObjectStore, objects: Objects) -> None:
+    """Write several objects at once."""
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as threads:
+        list(threads.map(partial(put, store), objects, objects.values()))
 
 
 def list_objects(store: ObjectStore, prefix: str) -> Iterable[tuple[str, int]]:

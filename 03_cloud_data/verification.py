@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from hashlib import sha256
 
 import numpy as np
 from tqdm import tqdm
@@ -11,7 +10,7 @@ from errors import DataError
 from fields import split_times
 from listing import Expected, count_objects, expect_chunks, find_missing
 from making import Making
-from progress import REGIONS, load_small, region_name
+from progress import REGIONS, load_small, region_name, sum_bytes
 from reading_back import LOST, Damage, merge, read_region
 from statistics_of_store import FieldSums, MonthSums, group_name, sums_name
 from target import get, get_size, list_objects
@@ -54,7 +53,7 @@ def explain_lost(lost: list[Damage]) -> str:
 def expect_all(making: Making) -> Iterator[tuple[Expected, int]]:
     """What is listed, chunks and records of regions, with the times of each object."""
     for name in making.fields:
-        array = making.target.open_field(name)
+        array = making.target.field(name)
         yield expect_chunks(array), (array.shards or array.chunks)[0]
     times = making.layout.region_times
 
@@ -88,7 +87,7 @@ def find_small(making: Making) -> Iterator[Damage]:
         found = get(making.store, name)
         if not found:
             yield Damage(name, LOST)
-        elif sha256(found).hexdigest() != checksum:
+        elif sum_bytes(found) != checksum:
             yield Damage(name, "not what was written")
 
 
