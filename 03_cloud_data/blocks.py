@@ -1,17 +1,18 @@
 """Many blocks at once, by threads of this process or by Dask, and what is done to each."""
 
-import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from zipfile import ZipFile
 
 import numpy as np
-from dask.distributed import Client
+from dask.distributed import Client, Worker, WorkerPlugin
 from dask.system import CPU_COUNT
 
 from errors import DataError
@@ -22,11 +23,6 @@ from sources import Part, read_parts
 from target import Target, connect, put_all
 
 HERE = Path(__file__).parent
-# What a worker on another machine needs to import; each after those that it imports.
-MODULES = (
-    "errors remedies coordinates decoding fields climatology location layout target"
-)
-MODULES += " progress sources blocks verification"
 
 
 @dataclass(frozen=True)
@@ -90,12 +86,18 @@ def send_modules(client: Client) -> None:
     """Give the workers the modules of this folder, unless they find them by themselves."""
     if all(client.run(find_spec, "reading_back").values()):
         return
-    with TemporaryDirectory() as folder:
-        for name in MODULES.split():
-            shutil.copy(HERE / f"{name}.py", folder)
-        with TemporaryDirectory() as other:
-            archive = shutil.make_archive(f"{other}/make_store", "zip", folder)
-            client.upload_file(archive)
+    archive = BytesIO()
+    with ZipFile(archive, "w") as file:
+        for path in HERE.glob("*.py"):
+            file.write(path, path.name)
+
+    class Modules(WorkerPlugin):  # defined here, so that it travels with its code
+        def setup(self, worker: Worker) -> None:
+            path = Path(worker.local_directory, "make_store.zip")
+            path.write_bytes(archive.getvalue())
+            sys.path.insert(0, str(path))
+
+    client.register_plugin(Modules(), name="make_store")  # also for those to come
 
 
 def read_block(target: Target, times: slice, parts: list[Part]) -> Checksums:

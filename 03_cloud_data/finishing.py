@@ -46,7 +46,7 @@ def finish(making: Making, spans: list[list[str]], new: list[list[str]]) -> Maki
         sums = read_back(making, span, is_verified=is_whole or number > 0)
         if span is not None:
             objects |= make_statistics(making, span, sums)
-    # In place: a reader finds the statistics before, or after, and never none.
+    # In place, month by month: a reader finds those before, or after, and never none.
     put_in_place(making.store, objects)
     root = consolidate(making.store, making.skeleton)
     save_small(making.store, making.skeleton | objects | root)

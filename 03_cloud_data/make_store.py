@@ -15,7 +15,8 @@ like; the same command goes on with what is missing, and ends with the same byte
 """
 
 import warnings
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -42,10 +43,11 @@ from store_options import (
     require_same,
 )
 from target import connect, discard, remove_partial
-from verification import count_whole, explain_lost, find_damage, find_lost, verify
+from verification import count_whole, find_damage, find_lost, require_none, verify
 from weather import make_files
 
 HERE = Path(__file__).parent
+ABSENT = "nothing is there; make it first"
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -61,12 +63,8 @@ def main(argv: list[str] | None = None) -> dict:
     place = f"--store {options.store}"
     try:
         with ExitStack() as stack:
+            stack.enter_context(lock(options))
             pool = stack.enter_context(open_pool(options.workers, options.scheduler))
-            if "://" not in options.store:
-                path = Path(options.store)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                lock = path.with_name(f".{path.name}.lock")
-                stack.enter_context(FileLock(lock))  # a second command waits
             summary = run(options, connect(options.target), pool)
     except DataError as error:
         reason = str(error)
@@ -80,63 +78,88 @@ def main(argv: list[str] | None = None) -> dict:
     return summary
 
 
+def lock(options: Options) -> AbstractContextManager:
+    """Lets a second command at the same folder wait."""
+    if "://" in options.store:
+        return nullcontext()
+    path = Path(options.store)
+    if not path.exists() and (options.append or options.verify or options.repair):
+        raise DataError(ABSENT)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(path.with_name(f".{path.name}.lock"))
+
+
 def run(options: Options, store: ObjectStore, pool: Pool) -> dict:
     """Do what the options ask for, and describe the store."""
+    making = load_making(options, store, pool)
     if options.append:
-        return append(options, store, pool)
+        return append(making, options)
     if options.verify:
-        return verify_store(options, store, pool)
+        return verify_store(making)
     if options.repair:
-        return repair(options, store, pool)
-    return make(options, store, pool)
+        return repair(making, options)
+    return make(making, options, store, pool)
 
 
-def make(options: Options, store: ObjectStore, pool: Pool) -> dict:
+def load_making(options: Options, store: ObjectStore, pool: Pool) -> Making | None:
+    """A store that has been begun; None if there is nothing, and it is to be made.
+
+    Settings that are not given are the store's, except where it is made.
+    """
+    state = load_state(store)
+    is_made = not (options.append or options.verify or options.repair)
+    if state is None and is_made:
+        return None
+    if state is None:
+        raise DataError(ABSENT)
+    settings = make_settings(options, SETTINGS if is_made else state.settings)
+    require_same(settings, state.settings)
+    layout = make_layout(state.settings)
+    skeleton = load_objects(store, state.skeleton)
+    return Making(options.target, store, pool, layout, state, skeleton)
+
+
+def make(
+    making: Making | None, options: Options, store: ObjectStore, pool: Pool
+) -> dict:
     """Write the store, verify it, and go on from wherever an earlier command was killed.
 
     A store that is whole is not read again. It is listed, and every object must be there.
     """
-    settings = make_settings(options, SETTINGS)
     files = list_sources(options)
     identity = identify(files)
-    state = load_state(store)
+    settings = make_settings(options, SETTINGS)
     source = None
-    if state is None:
-        source = open_sources(options, settings, files, options.variables)
-        state = State(settings, [identity], [0], len(source.dates), [])
+    if making is None:
+        source = open_sources(options, settings, files)
         layout = make_layout(settings)
+        state = State(settings, [identity], [0], len(source.dates), [])
         skeleton = make_skeleton(source.fields, source.dates, layout)
         making = Making(options.target, store, pool, layout, state, skeleton)
         choose_spans(making.dataset.time, [], options.train_times)  # before all else
-        begin(making)
-    require_same(settings, state.settings)
-    making = load_making(options, store, pool)
-    if making.state.whole:
-        count_whole(making)  # before its files are compared
-    elif len(making.state.files) > 1:
+        save_objects(store, state.skeleton, skeleton)
+        making = making.record()
+    state = making.state
+    if len(state.files) > 1 and not state.whole:
         raise DataError("an append was begun; give that --append again")
-    if making.state.files != [identity]:
-        source = open_sources(options, making.state.settings, files, making.fields)
+    if state.files != [identity]:
+        require_files(making, files, making.regions)
+        source = open_sources(options, settings, files)
         compare_source(making, source, 0)
-        if making.state.files != [identify([])]:  # one of made-up winds stays so
+        if state.files != [identify([])]:  # one of made-up winds stays so
             making = making.record(files=[identity], starts=[0])
-    if not making.state.whole:
-        fill(
-            making,
-            source
-            or open_sources(options, making.state.settings, files, making.fields),
-        )
+    if not state.whole:
+        fill(making, source or open_sources(options, settings, files))
     return complete(making, options)
 
 
-def append(options: Options, store: ObjectStore, pool: Pool) -> dict:
+def append(making: Making, options: Options) -> dict:
     """Add the times of other files to a store, whose own files are not needed.
 
     Readers see the old extent until the last step. It ends with the values, the chunks and
     the statistics of a store that is made of all files at once.
     """
-    making = load_making(options, store, pool)
-    files = list_files([options.source_location(url) for url in options.source])
+    files = list_sources(options)
     identity = identify(files)
     state = making.state
     if state.whole and identity in state.files:
@@ -145,7 +168,7 @@ def append(options: Options, store: ObjectStore, pool: Pool) -> dict:
     if state.whole:
         making = extend(making, source, identity)
     elif len(state.files) == 1:
-        raise DataError("not finished yet; give the command without --append first")
+        raise DataError("not finished; give the command that makes it again")
     elif identity != state.files[-1]:
         compare_source(making, source, state.starts[-1])
         making = making.record(files=[*state.files[:-1], identity])
@@ -156,7 +179,8 @@ def append(options: Options, store: ObjectStore, pool: Pool) -> dict:
 def extend(making: Making, source: Source, identity: str) -> Making:
     """Record that the source's times come after those of the store. Readers see nothing.
 
-    DataError if the source has another grid, or times that are not later.
+    DataError if the source has another grid, or times that are not later, or if what an
+    append completes is damaged.
     """
     for dim in ("latitude", "longitude"):
         if not np.array_equal(making.dataset[dim], source.fields[dim]):
@@ -167,67 +191,63 @@ def extend(making: Making, source: Source, identity: str) -> Making:
         reason = f"--source: its first time, {str(source.dates[0])[:16]}"
         reason += f", is not after the store's last, {str(last)[:16]}"
         raise DataError(f"{reason}; give files of later times")
-    state = making.state
+    count_whole(making)
+    require_none(making, find_damage(making, making.regions[-1:]))
+    before = making.state
     dates = np.concatenate([making.dates, source.dates])
+    files = [*before.files, identity]
+    starts = [*before.starts, before.times]
+    state = State(before.settings, files, starts, len(dates), before.spans)
     skeleton = make_skeleton(making.dataset, dates, making.layout)
-    longer = replace(
-        state,
-        files=[*state.files, identity],
-        starts=[*state.starts, state.times],
-        times=len(dates),
-        whole=False,
-    )
-    making = replace(making, state=longer, skeleton=skeleton)
-    save_objects(making.store, longer.skeleton, skeleton)
-    return making.record()
+    save_objects(making.store, state.skeleton, skeleton)
+    return replace(making, state=state, skeleton=skeleton).record()
 
 
-def verify_store(options: Options, store: ObjectStore, pool: Pool) -> dict:
-    """Read a whole store again; exit with code 2 if an object is damaged, and name it."""
-    making = require_whole(load_making(options, store, pool), "--verify")
+def verify_store(making: Making) -> dict:
+    """Read a whole store again. DataError if an object is damaged; all are printed."""
+    if not making.state.whole:
+        raise DataError("not finished; give the command that makes it again")
     damaged = verify(making)
     for one in damaged:
         print(one.describe(making.dates))
-    if damaged:
-        reason = f"damaged: {len(damaged)} objects, such as {damaged[0].object}"
-        raise DataError(f"{reason}; give --repair, and the same sources")
+    require_none(making, damaged)
     return describe(making)
 
 
-def repair(options: Options, store: ObjectStore, pool: Pool) -> dict:
-    """Write anew what is damaged or missing: regions from the sources, all else without."""
-    making = require_whole(load_making(options, store, pool), "--repair")
+def repair(making: Making, options: Options) -> dict:
+    """Write anew what is damaged or missing: regions from the sources, all else without.
+
+    Of a store that is not finished, the regions that are recorded.
+    """
     damaged = verify(making)
     firsts = set()
     for one in damaged:
         print(f"damaged: {one.describe(making.dates)}")
         if one.times is None:
-            discard(store, one.object)
+            discard(making.store, one.object)
         else:
             firsts.add(making.layout.first_of(one.times.start))
     if firsts:
-        write_regions(
-            making, open_for_repair(making, options, firsts), sorted(firsts), 0
-        )
+        files = list_sources(options)
+        require_files(making, files, sorted(firsts))
+        source = open_sources(options, making.state.settings, files)
+        write_regions(making, source, sorted(firsts), 0)
+        require_none(making, find_damage(making, sorted(firsts)))
+    print(f"repaired: {len(damaged)} objects")
+    if not making.state.whole:
+        return {"store": options.store}
     if damaged:
         making = finish(making, making.state.spans, making.state.spans)
-        print(f"repaired: {len(damaged)} objects")
-    left = list(find_damage(making, sorted(firsts)))
-    if left:
-        reason = f"still damaged: {left[0].describe(making.dates)}"
-        raise DataError(f"{reason}; check the disk or the bucket")
     return describe(making)
 
 
-def open_for_repair(making: Making, options: Options, firsts: set[int]) -> Source:
-    """The sources of these regions. DataError if the store was not made of made-up winds."""
-    files = list_sources(options)
+def require_files(making: Making, files: list[SourceFile], firsts: Sequence) -> None:
+    """DataError if these regions need files that are not given."""
     if not files and making.state.files != [identify([])]:
-        end = making.layout.region(max(firsts), making.state.times).stop
-        dates = [str(making.dates[n])[:10] for n in (min(firsts), end - 1)]
-        reason = f"--repair: regions of {' to '.join(dates)} are damaged"
-        raise DataError(f"{reason}; give --source, the files with these times")
-    return open_sources(options, making.state.settings, files, making.fields)
+        end = making.layout.region(firsts[-1], making.state.times).stop
+        dates = [str(making.dates[time])[:10] for time in (firsts[0], end - 1)]
+        reason = "--source: not given, but the store was made of other files"
+        raise DataError(f"{reason}; give those of {' to '.join(dates)}")
 
 
 def list_sources(options: Options) -> list[SourceFile]:
@@ -236,54 +256,23 @@ def list_sources(options: Options) -> list[SourceFile]:
     return list_files([options.source_location(url) for url in urls])
 
 
-def open_sources(
-    options: Options, settings: dict, files: list[SourceFile], names: list[str] | None
-) -> Source:
+def open_sources(options: Options, settings: dict, files: list[SourceFile]) -> Source:
     """The files of --source, or those of made-up winds, which are made if need be."""
     if not files:
         folder = HERE / "outputs/files"
         paths = make_files(folder, settings["days"], settings["resolution"])
         files = list_files([options.source_location(str(path)) for path in paths])
-    return open_source(files, names)
-
-
-def begin(making: Making) -> None:
-    """Record that a store is begun, and make its arrays."""
-    save_objects(making.store, making.state.skeleton, making.skeleton)
-    put_in_place(making.store, making.skeleton)
-    making.record()
-
-
-def load_making(options: Options, store: ObjectStore, pool: Pool) -> Making:
-    """A store that has been begun, with the settings that are given.
-
-    DataError if nothing is there.
-    """
-    state = load_state(store)
-    if state is None:
-        raise DataError("nothing is there; make it first")
-    require_same(make_settings(options, state.settings), state.settings)
-    layout = make_layout(state.settings)
-    skeleton = load_objects(store, state.skeleton)
-    return Making(options.target, store, pool, layout, state, skeleton)
-
-
-def require_whole(making: Making, flag: str) -> Making:
-    """DataError unless a store is whole."""
-    if not making.state.whole:
-        reason = f"{flag}: the store is not finished"
-        raise DataError(f"{reason}; give the command that makes it again")
-    return making
+    return open_source(files, settings["variables"])
 
 
 def fill(making: Making, source: Source) -> None:
     """Write the regions that the store lacks, and require that all chunks are there."""
     remove_partial(making.location)
     kept = making.state.starts[-1]
+    if not kept:  # else readers go by what is there
+        put_in_place(making.store, making.skeleton)
     write_regions(making, source, list_unwritten(making), kept)
-    lost = list(find_lost(making))
-    if lost:
-        raise DataError(explain_lost(lost))
+    require_none(making, find_lost(making))
 
 
 def complete(making: Making, options: Options) -> dict:

@@ -68,14 +68,10 @@ def list_fields(dataset: xr.Dataset) -> list[str]:
 
 
 def put_in_place(store: ObjectStore, skeleton: Objects) -> None:
-    """Write what is not there yet, or differs.
-
-    The arrays of a new store come into being so.
-    """
+    """Write what is not there yet, or differs; of the root, what is not there."""
     for name, content in sorted(skeleton.items()):
         found = get(store, name)
-        is_root = name in ROOT and found is not None
-        if found != content and not is_root:
+        if found is None or (found != content and name not in ROOT):
             put(store, name, content)
 
 
@@ -90,14 +86,22 @@ def consolidate(store: ObjectStore, skeleton: Objects) -> Objects:
     Returns the root's metadata.
     """
     dates = {}
+    rest = {}
     for name, content in skeleton.items():
-        if name.startswith("time/") and name.split("/")[-1] not in METADATA:
+        is_chunk = name.split("/")[-1] not in METADATA
+        if name.startswith("time/") and is_chunk:
             dates[name] = content
-    put_in_place(store, {name: skeleton[name] for name in skeleton.keys() - dates})
+        else:
+            rest[name] = content
+    put_in_place(store, rest)
     zarr.consolidate_metadata(storage.ObjectStore(store))
     put_in_place(store, dates)
-    root = {name: get(store, name) for name in ROOT}
-    return {name: content for name, content in root.items() if content is not None}
+    root = {}
+    for name in ROOT:
+        content = get(store, name)
+        if content is not None:
+            root[name] = content
+    return root
 
 
 def statistics_layout(layout: Layout) -> Layout:

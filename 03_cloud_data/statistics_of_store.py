@@ -59,20 +59,16 @@ class FieldSums:
     squares: np.ndarray  # (latitude, longitude)
 
     @classmethod
-    def empty(cls, height: int, width: int) -> "FieldSums":
-        """Nothing yet. Without a place for values if the map has no size."""
-        shape = 12, height, width
-        return cls(0, np.zeros(shape, "int32"), np.zeros(shape), np.zeros(shape[1:]))
-
-    @classmethod
     def load(
         cls, store: ObjectStore, name: str, height: int, width: int
     ) -> "FieldSums":
         """What was kept under a name, or nothing yet."""
         arrays = load_arrays(store, name)
-        if arrays is None:
-            return cls.empty(height, width)
-        return cls(int(arrays.pop("regions")), **arrays)
+        if arrays is not None:
+            return cls(int(arrays.pop("regions")), **arrays)
+        shape = 12, height, width
+        total = np.zeros(shape)
+        return cls(0, np.zeros(shape, "int32"), total, np.zeros(shape[1:]))
 
     def save(self, store: ObjectStore, name: str) -> None:
         """Keep the sums under a name."""
@@ -107,15 +103,17 @@ def average(
     In its attributes are the number of training times, and the standard deviation of the
     anomalies over valid cells: those where every field has a value at one of these times.
     """
-    counts = np.stack([field.count for field in sums.values()])
-    totals = np.stack([field.total for field in sums.values()])
-    squares = np.stack([field.squares for field in sums.values()])
+    fields = list(sums.values())
+    counts = np.stack([field.count for field in fields])
+    totals = np.stack([field.total for field in fields])
+    squares = np.stack([field.squares for field in fields])
     means = np.full(totals.shape, np.nan)
     np.divide(totals, counts, out=means, where=counts > 0)
     spread = squares - np.nansum(totals * means, axis=1)  # sum of the squared anomalies
     valid = counts.any(axis=1).all(axis=0)
     number = counts[:, :, valid].sum(axis=(1, 2))
-    std = np.sqrt(spread[:, valid].sum(axis=1) / number)
+    variance = spread[:, valid].sum(axis=1) / number
+    std = np.sqrt(variance)
     grid = {dim: coordinates[dim] for dim in ("latitude", "longitude")}
     statistics = xr.Dataset(coords={"month": range(1, 13)} | grid)
     for name, mean, deviation in zip(sums, means, std):

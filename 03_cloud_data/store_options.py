@@ -154,7 +154,10 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
         refuse(f"{' '.join(tasks)}: give one of them")
     if args.append and not args.source:
         refuse("--append: needs --source; give the files whose times are added")
-    return Options(**vars(args))
+    options = Options(**vars(args))
+    if not tasks:
+        make_settings(options, SETTINGS)  # which refuses what cannot be
+    return options
 
 
 def read_chunk(words: list[str]) -> list[int]:

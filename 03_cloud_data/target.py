@@ -136,5 +136,5 @@ def list_objects(store: ObjectStore, prefix: str) -> Iterable[tuple[str, int]]:
 def remove_partial(location: Location) -> None:
     """Remove what a killed command has left of objects in a local folder."""
     if "://" not in location.url:
-        for path in Path(location.url).rglob("*#*"):
+        for path in Path(location.url).rglob("*#[0-9]*"):
             path.unlink()

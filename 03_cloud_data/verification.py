@@ -1,6 +1,6 @@
 """Is the whole store there, and is it what was written? On the way, its sums."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -9,7 +9,7 @@ from tqdm import tqdm
 from errors import DataError
 from fields import split_times
 from listing import Expected, count_objects, expect_chunks, find_missing
-from making import Making
+from making import Making, list_unwritten
 from progress import REGIONS, load_small, region_name, sum_bytes
 from reading_back import LOST, Damage, merge, read_region
 from statistics_of_store import FieldSums, MonthSums, group_name, sums_name
@@ -20,7 +20,7 @@ LEAST_REGIONS = 8  # between two saves, because the sums are as large as some re
 
 
 def count_whole(making: Making) -> tuple[int, int]:
-    """How many objects a store has, and their bytes. DataError names those that are lost.
+    """How many objects a store has, and their bytes. DataError if one is lost.
 
     They are listed, and not read. What records the progress is not counted.
     """
@@ -29,25 +29,26 @@ def count_whole(making: Making) -> tuple[int, int]:
     for expected, _ in expect_all(making):
         found, length = count_objects(expected, list_below(making, expected))
         if found < expected.count:
-            raise DataError(explain_lost(list(find_lost(making))))
+            require_none(making, find_lost(making))
         if expected.prefix != REGIONS:
             objects += found
             size += length
     for name in load_small(making.store):
         length = get_size(making.store, name)
         if not length:
-            raise DataError(explain_lost(list(find_small(making))))
+            require_none(making, find_small(making))
         objects += 1
         size += length
     return objects, size
 
 
-def explain_lost(lost: list[Damage]) -> str:
-    """Which objects are not there, and what to do."""
-    names = [one.object for one in lost]
-    some = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-    reason = f"damaged: missing or empty objects: {some} ({len(names)} in all)"
-    return f"{reason}; give --repair, and the same sources"
+def require_none(making: Making, damaged: Iterable[Damage]) -> None:
+    """DataError that names the first of what is damaged, if anything is, and the remedy."""
+    found = merge(damaged)
+    if found:
+        reason = f"damaged: {found[0].describe(making.dates)}"
+        remedy = "give --repair, and the same sources"
+        raise DataError(f"{reason} ({len(found)} objects in all); {remedy}")
 
 
 def expect_all(making: Making) -> Iterator[tuple[Expected, int]]:
@@ -91,25 +92,28 @@ def find_small(making: Making) -> Iterator[Damage]:
             yield Damage(name, "not what was written")
 
 
-def find_damage(making: Making, firsts: list[int]) -> Iterator[Damage]:
-    """The maps of these regions that are not what was written. All are read."""
+def find_damage(making: Making, firsts: Iterable[int]) -> Iterator[Damage]:
+    """What is damaged in these regions. All of their objects are read."""
     nothing = np.full(making.layout.region_times, -1)
-    tasks = [
-        (making.target, name, first, nothing)
-        for first in firsts
-        for name in making.fields
-    ]
-    read = tqdm(
-        making.pool.run(read_region, tasks), "verified", len(tasks), disable=None
-    )
-    for _, (damaged, _) in read:
+    tasks = []
+    for first in firsts:
+        for name in making.fields:
+            tasks.append((making.target, name, first, nothing))
+    read = making.pool.run(read_region, tasks)
+    for _, (damaged, _) in tqdm(read, "verified", len(tasks), disable=None):
         yield from damaged
 
 
 def verify(making: Making) -> list[Damage]:
-    """All that is damaged in a store; everything is listed, and read."""
+    """All that is damaged in a store; everything is listed, and read.
+
+    Of a store that is not finished, the regions that are recorded are read.
+    """
+    if not making.state.whole:
+        unwritten = list_unwritten(making)
+        return merge(find_damage(making, set(making.regions) - set(unwritten)))
     damaged = [*find_lost(making), *find_small(making)]
-    damaged += find_damage(making, list(making.regions))
+    damaged += find_damage(making, making.regions)
     return merge(damaged)
 
 
@@ -154,8 +158,7 @@ def read_field(
     bar = {"desc": f"verified: {name}", "total": len(making.regions), "disable": None}
     with tqdm(**bar, initial=len(making.regions) - len(tasks)) as progress:
         for (*_, first, _), (damaged, found) in making.pool.run(read_region, tasks):
-            if damaged:
-                raise DataError(explain_damage(making, damaged))
+            require_none(making, damaged)
             progress.update()
             if first // times >= whole:
                 last = found
@@ -170,9 +173,3 @@ def read_field(
         sums.save(making.store, kept)
     sums.add(last)
     return sums
-
-
-def explain_damage(making: Making, damaged: list[Damage]) -> str:
-    """What is damaged, and what to do, in one line."""
-    first = merge(damaged)[0].describe(making.dates)
-    return f"damaged: {first}; give --repair, and the same sources"

@@ -55,27 +55,28 @@ def make_files(folder: Path, n_days: int, resolution: float) -> list[Path]:
 
 def read_monthly() -> xr.DataArray:
     """Chapter 1's winds, (component, time, latitude, longitude), without a seam."""
-    monthly = xr.load_dataset(MONTHLY)[list(NAMES)].to_dataarray("component")
-    monthly = monthly.transpose("component", ...)
+    monthly = xr.load_dataset(MONTHLY)[list(NAMES)]
+    monthly = monthly.to_dataarray("component").transpose("component", ...)
     monthly = monthly.assign_coords(longitude=monthly.longitude % 360)
-    monthly = monthly.sortby("longitude").pad(longitude=(0, 1), mode="wrap")
-    around = [*monthly.longitude.values[:-1], 360]  # longitude 0 again
+    monthly = monthly.sortby("longitude")
+    around = [*monthly.longitude.values, 360]  # longitude 0 again
+    monthly = monthly.pad(longitude=(0, 1), mode="wrap")
     return monthly.assign_coords(longitude=around)
 
 
 def make_year(days: np.ndarray, resolution: float, monthly: xr.DataArray) -> xr.Dataset:
     """The winds of these days after FIRST_DAY, computed when they are written."""
     rows = round(180 / resolution)
-    grid = {
-        "latitude": np.linspace(90, -90, rows + 1),
-        "longitude": np.arange(2 * rows) * resolution,
-    }
-    sizes = [len(values) for values in grid.values()]
+    latitude = np.linspace(90, -90, rows + 1)
+    longitude = np.arange(2 * rows) * resolution
+    grid = {"latitude": latitude, "longitude": longitude}
     make = dask.delayed(make_winds)
     parts = []
-    for part in np.array_split(days, math.ceil(len(days) / DAYS_AT_ONCE)):
-        shape = (2, len(part), *sizes)
-        parts.append(da.from_delayed(make(part, grid, monthly), shape, "float32"))
+    pieces = math.ceil(len(days) / DAYS_AT_ONCE)
+    for part in np.array_split(days, pieces):
+        shape = (2, len(part), rows + 1, 2 * rows)
+        winds = make(part, grid, monthly)
+        parts.append(da.from_delayed(winds, shape, "float32"))
     winds = da.concatenate(parts, axis=1)
     year = xr.Dataset(coords={"time": FIRST_DAY + days} | grid)
     for name, wind in zip(NAMES.values(), winds):
@@ -88,11 +89,15 @@ def make_winds(
 ) -> np.ndarray:
     """Monthly winds and weather, (2, time, latitude, longitude), float32."""
     # Before the first month and after the last one, they are held.
-    times = (FIRST_DAY + days).clip(*monthly.time.values[[0, -1]])
+    first, last = monthly.time.values[[0, -1]]
+    times = (FIRST_DAY + days).clip(first, last)
     rows, columns = (len(values) for values in grid.values())
     resolution = 180 / (rows - 1)
-    added = [make_weather(day, rows, columns, resolution) for day in days.astype(int)]
-    winds = monthly.interp(time=times, **grid).values + np.stack(added, axis=1)
+    added = []
+    for day in days.astype(int):
+        added.append(make_weather(day, rows, columns, resolution))
+    winds = monthly.interp(time=times, **grid).values
+    winds += np.stack(added, axis=1)
     return winds.astype("float32")
 
 
