@@ -1,0 +1,157 @@
+"""A store in the making: what its sources hold is written, region by region."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import xarray as xr
+from obstore.store import ObjectStore
+from tqdm import tqdm
+
+from blocks import Pool, read_block, write_block
+from coordinates import DIMENSIONS
+from errors import DataError
+from layout import Layout
+from location import Location
+from metadata import array_metadata, list_fields, open_skeleton
+from progress import Record, State, list_regions, load_region, save_region, save_state
+from sources import Source
+from target import Objects, Target
+
+
+@dataclass(frozen=True)
+class Making:
+    """A store that has been begun, and who works at it."""
+
+    location: Location
+    store: ObjectStore
+    pool: Pool
+    layout: Layout
+    state: State
+    skeleton: Objects  # all its objects but the fields' chunks and the statistics
+
+    def record(self, **changes: object) -> "Making":
+        """Record its state, with some changes."""
+        state = save_state(self.store, self.state, **changes)
+        return replace(self, state=state)
+
+    @cached_property
+    def dataset(self) -> xr.Dataset:
+        """Its coordinates, and its fields without their values."""
+        return open_skeleton(self.skeleton)
+
+    @property
+    def dates(self) -> np.ndarray:
+        """All times that it has, or will have."""
+        return self.dataset.time.values
+
+    @property
+    def fields(self) -> list[str]:
+        """The names of its fields."""
+        return list_fields(self.dataset)
+
+    @property
+    def regions(self) -> range:
+        """The first time of each region."""
+        return self.layout.regions(self.state.times)
+
+    @cached_property
+    def target(self) -> Target:
+        """What goes to each process."""
+        arrays = {name: array_metadata(self.skeleton, name) for name in self.fields}
+        return Target(self.location, arrays, self.state.times, self.layout)
+
+
+def list_unwritten(making: Making) -> list[int]:
+    """The first times of the regions that are not written, or not to their end.
+
+    Of those that are recorded, only the one that an append completes may be short.
+    """
+    recorded = list_regions(making.store)
+    completed = making.state.starts[-1]
+    for first in making.regions:
+        region = making.layout.region(first, making.state.times)
+        if first in recorded and region.start <= completed < region.stop:
+            known = load_region(making.store, first)
+            lengths = {len(checksums) for checksums in known.maps.values()}
+            if lengths != {region.stop - region.start}:
+                recorded.remove(first)
+    return [first for first in making.regions if first not in recorded]
+
+
+def write_regions(making: Making, source: Source, firsts: list[int], kept: int) -> None:
+    """Write regions, several blocks at once. Times before `kept` stay as they are.
+
+    A region's checksums are recorded when all its blocks are written. After a kill,
+    regions without them are written again, so that none is taken for whole that is not.
+    """
+    target = making.target
+    records: dict[int, Record] = {}  # of the regions under way
+
+    def plan() -> Iterator[tuple]:
+        for first in firsts:
+            known = load_region(making.store, first)
+            region = making.layout.region(first, making.state.times)
+            records[first] = Record({}, {})
+            for block in making.layout.blocks(region):
+                expected = known.cut(target, first, block)
+                if block.stop <= kept:
+                    records[first].add(expected)
+                    continue
+                new = slice(max(block.start, kept), block.stop)
+                yield target, block, source.find(making.dates[new]), expected
+
+    bar = tqdm(
+        total=len(making.regions),
+        initial=len(making.regions) - len(firsts),
+        desc="regions written",
+        disable=None,
+    )
+    with bar:
+        for (_, block, *_), found in making.pool.run(write_block, plan()):
+            first = making.layout.first_of(block.start)
+            records[first].add(found)
+            if block.stop == making.layout.region(first, making.state.times).stop:
+                save_region(making.store, first, records.pop(first))
+                bar.update()
+
+
+def compare_source(making: Making, source: Source, start: int) -> None:
+    """DataError unless the source holds what the store was made of, from a time on.
+
+    Called when the files' names, sizes or times of modification differ from those that are
+    recorded. The regions that have been written are read from the files again.
+    """
+    other = "--source: the store was begun with other files; these have other"
+    if set(source.fields) != set(making.fields):
+        raise DataError(f"{other} variables; give those files, or another --store")
+    for dim in DIMENSIONS:
+        before = making.dates[start:] if dim == "time" else making.dataset[dim]
+        now = source.dates if dim == "time" else source.fields[dim]
+        if not np.array_equal(before, now):
+            raise DataError(
+                f"{other} values of {dim}; give those files, or another --store"
+            )
+    written = sorted(set(making.regions) & list_regions(making.store))
+
+    def plan() -> Iterator[tuple]:
+        for first in written:
+            region = making.layout.region(first, making.state.times)
+            for block in making.layout.blocks(region):
+                if block.stop > start:
+                    new = slice(max(block.start, start), block.stop)
+                    yield making.target, new, source.find(making.dates[new])
+
+    read = making.pool.run(read_block, plan())
+    for (_, times, _), found in tqdm(read, "blocks compared", disable=None):
+        first = making.layout.first_of(times.start)
+        known = load_region(making.store, first).maps
+        inside = slice(times.start - first, times.stop - first)
+        for name in known:
+            expected = known[name][inside]
+            if expected != found[name][: len(expected)]:
+                when = f"{name} from {str(making.dates[times.start])[:16]} on"
+                raise DataError(
+                    f"{other} values of {when}; give those files, or another --store"
+                )

@@ -1,0 +1,111 @@
+"""A region read again: is every object what was written, and what are its sums?"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from obstore.store import ObjectStore
+
+from errors import DataError
+from progress import load_region, region_name, sum_bytes, sum_maps
+from statistics_of_store import MonthSums, RegionSums
+from target import Target, connect, get_all
+
+LOST = "missing or empty"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """An object that is missing or damaged."""
+
+    object: str
+    reason: str
+    field: str = ""  # whose values suffer
+    times: slice | None = None  # of the store
+
+    def describe(self, dates: np.ndarray) -> str:
+        """In one line."""
+        if self.times is None:
+            return f"{self.object}: {self.reason}"
+        first, last = (str(date)[:16] for date in dates[self.times][[0, -1]])
+        when = first if first == last else f"{first} to {last}"
+        return f"{self.object}: {self.reason}; {self.field or 'all'} at {when}"
+
+
+class DamageError(DataError):
+    """Objects of a block that are damaged, by name, and why."""
+
+    def __init__(self, reasons: dict[str, str]):
+        super().__init__(reasons)
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        name, reason = next(iter(self.reasons.items()))
+        return f"{name}: {reason}; give --repair, and the same sources"
+
+
+def read_values(
+    target: Target, store: ObjectStore, name: str, times: slice, checksums: list[str]
+) -> np.ndarray:
+    """A field at some times, whole chunks or shards. DamageError if an object is not whole.
+
+    The objects' checksums are compared before they are decoded, because Blosc may crash on
+    an object that was cut.
+    """
+    names = target.object_names(name, times)
+    contents = get_all(store, names)
+    reasons = {}
+    for each, content, checksum in zip(names, contents, checksums):
+        if not content:
+            reasons[each] = LOST
+        elif sum_bytes(content) != checksum:
+            reasons[each] = "not what was written"
+    if reasons:
+        raise DamageError(reasons)
+    return target.decode(name, times, dict(zip(names, contents)))
+
+
+def read_region(
+    target: Target, name: str, first: int, months: np.ndarray
+) -> tuple[list[Damage], list[MonthSums]]:
+    """Read a region of a field again, and add up its training times by month.
+
+    `months` are those of its times, 0 to 11, or -1 for times that are not trained on.
+    Every object and every map must have its checksum.
+    """
+    store = connect(target.location)
+    region = target.layout.region(first, target.times)
+    record = load_region(store, first)
+    if len(record.maps.get(name, [])) != region.stop - region.start:
+        return [Damage(region_name(first), "cannot be read", times=region)], []
+    sums = RegionSums()
+    damaged = []
+    for block in target.layout.blocks(region):
+        known = record.cut(target, first, block)
+        try:
+            values = read_values(target, store, name, block, known.objects[name])
+            if sum_maps(values) != known.maps[name]:
+                names = target.object_names(name, block)
+                raise DamageError(dict.fromkeys(names, "decoded to other values"))
+        except DamageError as error:
+            for each, reason in error.reasons.items():
+                times = target.object_times(name, each)
+                damaged.append(Damage(each, reason, name, times))
+            continue
+        for month, each in zip(months[block.start - first :], values):
+            if month >= 0:
+                sums.add(int(month), each)
+    return damaged, sums.in_order()
+
+
+def merge(damaged: Iterable[Damage]) -> list[Damage]:
+    """One for each object, with all times that suffer."""
+    merged: dict[str, Damage] = {}
+    for one in damaged:
+        before = merged.get(one.object, one)
+        times = one.times
+        if times is not None:
+            start = min(times.start, before.times.start)
+            times = slice(start, max(times.stop, before.times.stop))
+        merged[one.object] = replace(before, times=times)
+    return list(merged.values())

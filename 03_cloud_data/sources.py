@@ -1,0 +1,314 @@
+"""NetCDF files as one dataset: on this disk, in a bucket or on a web server.
+
+Each process opens the files that it reads: what is sent to it are their names.
+"""
+
+import glob
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache, partial
+from hashlib import sha256
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import obstore
+import xarray as xr
+from obstore.exceptions import BaseError
+from obstore.fsspec import FsspecStore
+from obstore.store import from_url
+from tqdm import tqdm
+
+from climatology import ABSURD, NO_VALUE
+from coordinates import DIMENSIONS, find_dimensions, sort_coordinates
+from decoding import LIMITS, Limits, decode, explain_limits, find_limits
+from errors import DataError, first_line, print_note
+from fields import check_values, explain_bounds, is_on_map, list_variables
+from location import Location, client_options
+
+FILES_AT_ONCE = 16  # that are opened, or kept open
+WILD = set("*?[")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file, and what tells whether it has changed."""
+
+    location: Location
+    size: int  # bytes
+    modified: str
+
+    @property
+    def name(self) -> str:
+        """The name of the file, without its folder."""
+        return self.location.url.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some times of a file."""
+
+    file: SourceFile
+    times: slice
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file's fields on (time, latitude, longitude); their values are not read yet."""
+
+    fields: xr.Dataset
+    limits: dict[str, Limits | None]  # outside of which a value is none
+    notes: list[str]  # what a user should know
+
+
+@dataclass(frozen=True)
+class Source:
+    """Many files as one dataset. `coordinates` have all times, and the fields' attributes."""
+
+    files: list[SourceFile]  # in the order of their times
+    starts: np.ndarray  # (files + 1,), the first time of each, and the number of all
+    fields: xr.Dataset  # of the first file
+    dates: np.ndarray  # (times,)
+
+    def find(self, dates: np.ndarray) -> list[Part]:
+        """Where these dates are. DataError if they do not follow each other here."""
+        first = int(np.searchsorted(self.dates, dates[0])) if len(dates) else 0
+        stop = first + len(dates)
+        if not np.array_equal(self.dates[first:stop], dates):
+            lacking = np.setdiff1d(dates, self.dates)
+            span = f"{str(dates[0])[:16]} to {str(dates[-1])[:16]}"
+            reason = f"the files lack {len(lacking)} of the times {span}"
+            raise DataError(f"--source: {reason}; give all files that hold them")
+        parts = []
+        for file, start, end in zip(self.files, self.starts, self.starts[1:]):
+            if start < stop and first < end:
+                inside = slice(max(first, start) - start, min(stop, end) - start)
+                parts.append(Part(file, inside))
+        return parts
+
+
+def identify(files: list[SourceFile]) -> str:
+    """A hash of the names, sizes and times of modification, whatever their order."""
+    about = sorted((file.name, file.size, file.modified) for file in files)
+    return sha256(repr(about).encode()).hexdigest()
+
+
+def list_files(locations: list[Location]) -> list[SourceFile]:
+    """The files that paths, patterns and URLs name, each once. DataError if one names none."""
+    files = {}
+    for location in locations:
+        try:
+            found = (
+                list_remote(location) if "://" in location.url else list_local(location)
+            )
+        except (OSError, BaseError) as error:
+            raise DataError(f"--source {location.url}: {first_line(error)}") from error
+        if not found:
+            reason = "no such files; give paths, URLs, or a pattern in quotes"
+            raise DataError(f"--source {location.url}: {reason}")
+        files |= {file.location.url: file for file in found}
+    return list(files.values())
+
+
+def list_local(location: Location) -> list[SourceFile]:
+    """The files on this disk that a path or a pattern names."""
+    files = []
+    for path in sorted(glob.glob(location.url)):
+        about = Path(path).stat()
+        here = replace(location, url=str(Path(path).absolute()))
+        files.append(SourceFile(here, about.st_size, str(about.st_mtime)))
+    return files
+
+
+def list_remote(location: Location) -> list[SourceFile]:
+    """The objects that a URL or a pattern names. DataError for a pattern on a web server."""
+    server, path = split_url(location.url)
+    store = from_url(server, **client_options(location))
+    if not WILD & set(path):
+        found = [obstore.head(store, path) | {"path": path}]
+    elif server.startswith("http"):
+        reason = "a web server cannot list its files; give the URL of each"
+        raise DataError(f"--source {location.url}: {reason}")
+    else:
+        folders = path.split("/")[:-1]
+        plain = [folder for folder in folders if not WILD & set(folder)]
+        prefix = "/".join(plain) if plain == folders[: len(plain)] else plain[0]
+        found = []
+        for page in obstore.list(store, prefix):
+            found += [one for one in page if is_like(one["path"], path)]
+    files = []
+    for one in sorted(found, key=lambda one: one["path"]):
+        there = replace(location, url=f"{server}/{one['path']}")
+        files.append(SourceFile(there, one["size"], str(one["last_modified"])))
+    return files
+
+
+def is_like(path: str, pattern: str) -> bool:
+    """Whether a path matches a pattern whose wildcards stay within a folder, as in a shell."""
+    return path.count("/") == pattern.count("/") and fnmatchcase(path, pattern)
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """The bucket or server, and the path in it."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}", parts.path.lstrip("/")
+
+
+def open_source(files: list[SourceFile], variables: list[str] | None) -> Source:
+    """Open all files, and check that they fit together.
+
+    DataError if a file cannot be opened or has no such field, if two files differ in their
+    variables or their grid, or if times repeat.
+    """
+    names = tuple(variables) if variables else None
+    first = open_file(files[0], names)
+    with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
+        found = threads.map(partial(read_dates, names, files[0]), files)
+        dates = list(tqdm(found, "files opened", len(files), disable=None))
+    for note in first.notes:
+        print_note(note)
+    order = sorted(range(len(files)), key=lambda number: dates[number][0])
+    all_dates = np.concatenate([dates[number] for number in order])
+    late = np.flatnonzero(all_dates[1:] <= all_dates[:-1])
+    if late.size:
+        reason = (
+            f"times repeat, or are not sorted, at {str(all_dates[late[0] + 1])[:16]}"
+        )
+        raise DataError(f"--source: {reason}; give files whose times do not overlap")
+    starts = np.cumsum([0, *(len(dates[number]) for number in order)])
+    files = [files[number] for number in order]
+    fields = open_file(files[0], names).fields
+    return Source(files, starts, fields, all_dates)
+
+
+def read_dates(
+    names: tuple[str, ...] | None, first: SourceFile, file: SourceFile
+) -> np.ndarray:
+    """The dates of a file. DataError if its variables or its grid are not the first one's."""
+    fields = open_file(file, names).fields
+    expected = open_file(first, names).fields
+    if list(fields) != list(expected):
+        lists = f"{', '.join(fields)}; that has {', '.join(expected)}"
+        reason = f"it has other variables than {first.name}: {lists}"
+        raise DataError(f"--source {file.location.url}: {reason}; give --variables")
+    for dim in ("latitude", "longitude"):
+        if not np.array_equal(fields[dim], expected[dim]):
+            reason = f"it has other values of {dim} than {first.name}"
+            raise DataError(
+                f"--source {file.location.url}: {reason}; give files of one grid"
+            )
+    dates = fields.time.values
+    if dates.dtype.kind != "M":
+        reason = f"its times are {dates.dtype}, no dates of the usual calendar"
+        raise DataError(
+            f"--source {file.location.url}: {reason}; mend the units of time"
+        )
+    return dates
+
+
+@lru_cache(maxsize=FILES_AT_ONCE)
+def open_file(file: SourceFile, names: tuple[str, ...] | None) -> OpenFile:
+    """Open a file and find its fields: those named, or all. DataError names the file."""
+    try:
+        with_numbers = xr.open_dataset(
+            open_bytes(file.location), decode_cf=False, cache=False
+        )
+        return find_fields(with_numbers, names)
+    except (
+        Exception
+    ) as error:  # of xarray, h5py, scipy and obstore, which share no base
+        reason = f"--source {file.location.url}: {first_line(error)}"
+        if not isinstance(error, DataError):
+            reason += "; give NetCDF files of numbers"
+        raise DataError(reason) from error
+
+
+def open_bytes(location: Location):
+    """What xarray opens: a path, or a file-like object that reads ranges of an object."""
+    if "://" not in location.url:
+        return location.url
+    scheme = urlsplit(location.url).scheme
+    # One for each file: fsspec would keep it, and its credentials, for good.
+    options = client_options(location) | {"skip_instance_cache": True}
+    return FsspecStore(scheme, **options).open(location.url)
+
+
+def find_fields(stored: xr.Dataset, names: tuple[str, ...] | None) -> OpenFile:
+    """The fields of an open file, on time, latitude and longitude as they are sorted there.
+
+    DataError if there are none, if one that is named is not there, or if a coordinate has
+    places twice, missing values, or units that are not degrees. Columns that lie once
+    around from the first are left out.
+    """
+    wanted = list(names or [str(name) for name in stored.data_vars])
+    dataset = decode(stored, wanted)
+    dataset = dataset[[name for name in wanted if name in dataset.data_vars]]
+    dataset = dataset.rename(find_dimensions(dataset))
+    lone = [dim for dim, size in dataset.sizes.items() if size == 1]
+    dataset = dataset.squeeze([dim for dim in lone if dim not in DIMENSIONS])
+    dataset = dataset.reset_coords(drop=True)
+    found = sorted(str(name) for name, field in dataset.items() if is_on_map(field))
+    if not found or not set(found).issuperset(names or []):
+        listed = ", ".join(names or ["any field"])
+        reason = f"no {listed} on time, latitude and longitude alone"
+        raise DataError(f"{reason}; it has {list_variables(stored)}")
+    for name in found:
+        check_values(dataset[name])
+    fields = dataset[found]
+    notes = [explain_bounds(stored, found)]
+    notes += [explain_limits(name, stored.variables[name]) for name in found]
+    columns = find_columns(fields)
+    left_out = fields.longitude.size - len(columns)
+    if left_out:
+        notes.append(f"{left_out} columns lie once around, and are left out")
+        fields = fields.isel(longitude=columns)
+    for field in fields.values():
+        for key in LIMITS:  # of packed values, perhaps
+            field.attrs.pop(key, None)
+    limits = {name: find_limits(stored.variables[name]) for name in found}
+    return OpenFile(fields, limits, [note for note in notes if note])
+
+
+def find_columns(fields: xr.Dataset) -> np.ndarray:
+    """The columns that lie once around the globe. DataError if a coordinate is not usable."""
+    numbered = fields.drop_vars(list(fields)).assign_coords(
+        column=("longitude", np.arange(fields.longitude.size))
+    )
+    for dim in ("latitude", "longitude"):
+        if fields.sizes[dim] < 2:
+            raise DataError(
+                f"its {dim} has {fields.sizes[dim]} values; at least 2 are needed"
+            )
+    return np.sort(sort_coordinates(numbered).column.values)
+
+
+def read_parts(parts: list[Part], names: list[str], name: str) -> np.ndarray:
+    """A field at these times, (times, latitude, longitude), float32, NaN where it has no value.
+
+    DataError if a file is damaged, or if a value is infinite or netCDF's mark of none.
+    """
+    values = [read_part(part, tuple(names), name) for part in parts]
+    return np.concatenate(values)
+
+
+def read_part(part: Part, names: tuple[str, ...], name: str) -> np.ndarray:
+    """A field at some times of one file, as read_parts returns it."""
+    url = part.file.location.url
+    opened = open_file(part.file, names)
+    field = opened.fields[name].isel(time=part.times)
+    try:
+        values = field.load().transpose(*DIMENSIONS).values
+    except Exception as error:  # of h5py, scipy and obstore, which share no base
+        raise DataError(
+            f"--source {url}: {name}: {first_line(error)}; mend it"
+        ) from error
+    limits = opened.limits[name]
+    values = limits.mask(values) if limits else values
+    values = values.astype("float32")
+    absurd = np.abs(values) >= ABSURD
+    if absurd.any():
+        time = np.flatnonzero(absurd.any(axis=(1, 2)))[0]
+        when = str(field.time.values[time])[:16]
+        raise DataError(f"--source {url}: {name} on {when}: {NO_VALUE}")
+    return values

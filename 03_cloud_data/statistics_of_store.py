@@ -1,0 +1,122 @@
+"""Climatology and standard deviation of the training times, from sums of each region."""
+
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+import xarray as xr
+from obstore.store import ObjectStore
+
+from progress import FOLDER, load_arrays, save_arrays
+
+
+class MonthSums(NamedTuple):
+    """What a region adds to a month, each (latitude, longitude)."""
+
+    month: int  # 0 to 11
+    count: np.ndarray  # of values that are present
+    total: np.ndarray
+    squares: np.ndarray
+
+
+class RegionSums:
+    """The sums of a region of one field, a map at a time, in double precision."""
+
+    def __init__(self) -> None:
+        self.months: dict[int, MonthSums] = {}
+
+    def add(self, month: int, values: np.ndarray) -> None:
+        """Add a map, (latitude, longitude)."""
+        if month not in self.months:
+            zeros = np.zeros(values.shape)
+            count = np.zeros(values.shape, "int32")
+            self.months[month] = MonthSums(month, count, zeros, zeros.copy())
+        sums = self.months[month]
+        present = ~np.isnan(values)
+        seen = np.where(present, values, 0).astype("float64")
+        sums.count[...] += present
+        sums.total[...] += seen
+        sums.squares[...] += seen**2
+
+    def in_order(self) -> list[MonthSums]:
+        """By month."""
+        return [self.months[month] for month in sorted(self.months)]
+
+
+@dataclass
+class FieldSums:
+    """The sums of one field over its first regions, always added in their order.
+
+    They are the same bits whoever has read the regions, and however often a command was
+    killed. What is kept in the store is of whole regions, so that an append, which fills
+    the last one, goes on from there.
+    """
+
+    regions: int  # that are in the sums, or were read and had no training times
+    count: np.ndarray  # (12, latitude, longitude)
+    total: np.ndarray  # (12, latitude, longitude)
+    squares: np.ndarray  # (latitude, longitude)
+
+    @classmethod
+    def load(
+        cls, store: ObjectStore, name: str, height: int, width: int
+    ) -> "FieldSums":
+        """What was kept under a name, or nothing yet."""
+        arrays = load_arrays(store, name)
+        if arrays is not None:
+            return cls(int(arrays.pop("regions")), **arrays)
+        shape = 12, height, width
+        total = np.zeros(shape)
+        return cls(0, np.zeros(shape, "int32"), total, np.zeros(shape[1:]))
+
+    def save(self, store: ObjectStore, name: str) -> None:
+        """Keep the sums under a name."""
+        save_arrays(store, name, vars(self))
+
+    def add(self, months: list[MonthSums]) -> None:
+        """Add a region."""
+        for sums in months:
+            self.count[sums.month] += sums.count
+            self.total[sums.month] += sums.total
+            self.squares += sums.squares
+
+
+def group_name(fields: list[str], span: list[str] | None) -> str:
+    """The group of a store that has the statistics of these training times."""
+    name = "_".join([*fields, *(span or [])])
+    if len(name) >= 200:  # a file's name may have 255 letters
+        name = sha256(name.encode()).hexdigest()
+    return f"statistics/{name}"
+
+
+def sums_name(group: str, field: str) -> str:
+    """The object that keeps a field's sums, for the statistics of a group."""
+    return f"{FOLDER}/sums/{group}/{field}.npz"
+
+
+def average(
+    sums: dict[str, FieldSums], coordinates: xr.Dataset, times: int
+) -> xr.Dataset:
+    """The climatology of each field, (month, latitude, longitude), NaN where it has none.
+
+    In its attributes are the number of training times, and the standard deviation of the
+    anomalies over valid cells: those where every field has a value at one of these times.
+    """
+    fields = list(sums.values())
+    counts = np.stack([field.count for field in fields])
+    totals = np.stack([field.total for field in fields])
+    squares = np.stack([field.squares for field in fields])
+    means = np.full(totals.shape, np.nan)
+    np.divide(totals, counts, out=means, where=counts > 0)
+    spread = squares - np.nansum(totals * means, axis=1)  # sum of the squared anomalies
+    valid = counts.any(axis=1).all(axis=0)
+    number = counts[:, :, valid].sum(axis=(1, 2))
+    variance = spread[:, valid].sum(axis=1) / number
+    std = np.sqrt(variance)
+    grid = {dim: coordinates[dim] for dim in ("latitude", "longitude")}
+    statistics = xr.Dataset(coords={"month": range(1, 13)} | grid)
+    for name, mean, deviation in zip(sums, means, std):
+        about = {"std": float(deviation), "times": times}
+        statistics[name] = ("month", *grid), mean.astype("float32"), about
+    return statistics
