@@ -27,14 +27,11 @@ from filelock import FileLock
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 
-from blocks import Pool, open_pool
-from errors import DataError, refuse
-from finishing import choose_spans, describe, finish
-from making import Making, compare_source, list_unwritten, write_regions
-from metadata import make_skeleton, put_in_place
-from progress import State, load_objects, load_state, save_objects
-from sources import Source, SourceFile, identify, list_files, open_source
-from store_options import (
+from conversion.blocks import Pool, open_pool
+from conversion.finishing import choose_spans, describe, finish
+from conversion.making import Making, compare_source, list_unwritten, write_regions
+from conversion.metadata import make_skeleton, put_in_place
+from conversion.options import (
     SETTINGS,
     Options,
     make_layout,
@@ -42,8 +39,17 @@ from store_options import (
     parse_options,
     require_same,
 )
-from target import connect, discard, remove_partial
-from verification import count_whole, find_damage, find_lost, require_none, verify
+from conversion.progress import State, load_objects, load_state, save_objects
+from conversion.sources import Source, SourceFile, identify, list_files, open_source
+from conversion.target import connect, discard, remove_partial
+from conversion.verification import (
+    count_whole,
+    find_damage,
+    find_lost,
+    require_none,
+    verify,
+)
+from errors import DataError, refuse
 from weather import make_files
 
 HERE = Path(__file__).parent

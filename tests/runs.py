@@ -38,6 +38,22 @@ def load(script: str | Path, name: str) -> ModuleType:
     return module
 
 
+def make_store(here: Path, *flags: object) -> None:
+    """Run chapter 3's make_store.py in a process of its own, with its made-up files below `here`."""
+    process = programs.CONTEXT.Process(target=_make_store, args=(here, [str(flag) for flag in flags]))
+    process.start()
+    process.join(programs.LIMIT)
+    assert process.exitcode == 0, flags
+
+
+def _make_store(here: Path, flags: list[str]) -> None:
+    with book.rooms("03_cloud_data"):
+        import make_store
+
+        make_store.HERE = here
+        make_store.main(flags)
+
+
 def last_checkpoint(folder: Path) -> Path:
     """last.ckpt of a run, or chapter 6's checkpoint of its latest step."""
     last = folder / "last.ckpt"

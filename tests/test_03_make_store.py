@@ -35,7 +35,8 @@ LAYOUTS = {"v3": [], "shards": ["--shard-times", 4], "v2": ["--zarr-format", 2]}
 GROUP = f"statistics/{U}_{V}_1982_1989"
 HOUR = np.timedelta64(1, "h")
 OURS = ".make_store/"  # the folder of what is known of a store
-MODULES = "make_store making weather blocks verification store_options climatology"
+MODULES = "make_store weather climatology"
+OF_CONVERSION = "making blocks verification options"
 LOCAL = {"protocol": "tcp://", "host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
 thorough = pytest.mark.thorough
 
@@ -51,6 +52,8 @@ def modules(here: Path) -> Iterator[SimpleNamespace]:
     """The chapter's modules, by name."""
     with book.rooms("03_cloud_data"):
         found = {name: importlib.import_module(name) for name in MODULES.split()}
+        for name in OF_CONVERSION.split():
+            found[name] = importlib.import_module(f"conversion.{name}")
         found["make_store"].HERE = here
         yield SimpleNamespace(**found)
 
@@ -255,7 +258,7 @@ def make_until(name: str, moment: int, here: Path, flags: list[object]) -> None:
     """Run the script, and die in place of writing object number `moment` with `name` in its name."""
     with book.rooms("03_cloud_data"):
         import make_store
-        import verification
+        from conversion import verification
 
         make_store.HERE, verification.LEAST_REGIONS, count = here, 1, itertools.count()
 
@@ -673,7 +676,7 @@ def test_files_that_were_edited_since_are_not_mixed_in(make, tmp_path: Path, ref
 
 
 def test_blocks_are_whole_shards_and_no_region_loses_a_time(modules) -> None:
-    options = modules.store_options
+    options = modules.options
     for flags, step in {(): 5, ("--shard-times", "24"): 24, ("--shard-times", "36"): 36}.items():
         given = options.parse_options("", list(flags))
         layout = options.make_layout(options.make_settings(given, options.SETTINGS))
@@ -772,7 +775,8 @@ def test_buckets_and_a_web_server_are_like_a_disk(make, files, address, refused,
         assert f"damaged: {U}/c/7/0/1: missing or empty" in refused(*command)
     make("--repair", *flags)
     make("--verify", *place)
-    assert "give the URL of each" in refused("--source", f"{address}/files/*.nc")
+    nowhere = ["--store", tmp_path / "nowhere"]
+    assert "give the URL of each" in refused("--source", f"{address}/files/*.nc", *nowhere)
     assert "no such files" in refused(*flags, "--source", "s3://files/none/*.nc")
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle, islice, product
 from types import SimpleNamespace
 
@@ -40,8 +41,6 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
     """read_patterns.py and the modules of its studies, with small stores in a folder of their own."""
     folder = tmp_path_factory.mktemp("chapter")
     with book.rooms("03_cloud_data"), pytest.MonkeyPatch.context() as patch:
-        make_store = runs.load("03_cloud_data/make_store.py", "make_store_of_patterns")
-        patch.setattr(make_store, "HERE", folder)
         found = {name: importlib.import_module(f"studies.{name}") for name in MODULES}
         found = SimpleNamespace(read_patterns=importlib.import_module("read_patterns"), **found)
         for name, value in (found.stores.QUICK | {"days": 36, "batch": 4}).items():
@@ -54,7 +53,7 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
         for module in (found.server, found.stores, found.netcdf_files):
             patch.setattr(module, "BUCKETS", folder / "outputs")
         patch.setattr(found.netcdf_files, "BLOCK_BYTES", 4096)
-        patch.setattr(found.stores, "run_make_store", lambda *flags: make_store.main(list(map(str, flags))))
+        patch.setattr(found.stores, "run_make_store", partial(runs.make_store, folder))
         found.stores.make_stores(LAYOUTS)
         patch.setattr(found.read_patterns, "make_stores", lambda layouts: None)
         for name in ("read_patterns", "results"):

@@ -27,8 +27,6 @@ thorough = pytest.mark.thorough
 def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """benchmark.py and the modules of its studies, with small stores in a folder of their own."""
     folder = tmp_path_factory.mktemp("chapter")
-    make_store = runs.load("03_cloud_data/make_store.py", "make_store_of_benchmark")
-    make_store.HERE = folder
     with book.rooms("04_data_pipeline"), pytest.MonkeyPatch.context() as patch:
         found = {name: importlib.import_module(f"studies.{name}") for name in MODULES}
         found = SimpleNamespace(benchmark=importlib.import_module("benchmark"), **found)
@@ -38,7 +36,7 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
         patch.setattr(found.journal, "OUTPUTS", folder / "outputs")
         for module in (found.server, found.stores):
             patch.setattr(module, "BUCKETS", folder / "buckets")
-        patch.setattr(found.stores, "run_make_store", lambda *flags: make_store.main(list(map(str, flags))))
+        patch.setattr(found.stores, "run_make_store", partial(runs.make_store, folder))
         found.stores.make_stores(found.stores.LAYOUTS)
         patch.setattr(found.benchmark, "make_stores", lambda layouts: None)
         yield found

@@ -8,7 +8,7 @@ import book
 import pytest
 
 with book.rooms("03_cloud_data"):
-    import listing
+    from conversion import listing
 
 
 def expected(times: int) -> listing.Expected:
@@ -30,7 +30,7 @@ def list_all(times: int, lost: tuple[str, ...] = (), size: int = 9) -> Iterator[
 
 @pytest.mark.parametrize("lost", [(), ("wind/c/7/1/0", "wind/c/99/0/1")])
 def test_memory_does_not_grow_with_the_number_of_objects(lost: tuple, monkeypatch) -> None:
-    monkeypatch.setattr(listing, "WINDOW", 128)
+    monkeypatch.setattr(listing, "WINDOW", 1000)
     peaks = []
     for times in (250, 25_000):
         found = []

@@ -40,11 +40,15 @@ class Expected:
         """The number of a name; None if no object here has it."""
         digits = re.findall(r"\d+", name.removeprefix(self.prefix))
         place = tuple(int(each) // self.step for each in digits)
-        try:
-            number = int(np.ravel_multi_index(place, self.shape))
-        except ValueError:
+        if len(place) != len(self.shape):
             return None
-        return number if self.name(number) == name else None
+        number = 0
+        for position, size in zip(place, self.shape):
+            if position >= size:
+                return None
+            number = number * size + position
+        is_ours = name == f"{self.prefix}/{self.encode(place)}"
+        return number if is_ours else None
 
 
 def expect_chunks(array: zarr.Array) -> Expected:

@@ -9,15 +9,22 @@ import xarray as xr
 from obstore.store import ObjectStore
 from tqdm import tqdm
 
-from blocks import Pool, read_block, write_block
+from conversion.blocks import Pool, read_block, write_block
+from conversion.layout import Layout
+from conversion.metadata import array_metadata, list_fields, open_skeleton
+from conversion.progress import (
+    Record,
+    State,
+    list_regions,
+    load_region,
+    save_region,
+    save_state,
+)
+from conversion.sources import Source
+from conversion.target import Objects, Target
 from coordinates import DIMENSIONS
 from errors import DataError
-from layout import Layout
 from location import Location
-from metadata import array_metadata, list_fields, open_skeleton
-from progress import Record, State, list_regions, load_region, save_region, save_state
-from sources import Source
-from target import Objects, Target
 
 
 @dataclass(frozen=True)
@@ -124,15 +131,14 @@ def compare_source(making: Making, source: Source, start: int) -> None:
     recorded. The regions that have been written are read from the files again.
     """
     other = "--source: the store was begun with other files; these have other"
+    remedy = "give those files, or another --store"
     if set(source.fields) != set(making.fields):
-        raise DataError(f"{other} variables; give those files, or another --store")
+        raise DataError(f"{other} variables; {remedy}")
     for dim in DIMENSIONS:
         before = making.dates[start:] if dim == "time" else making.dataset[dim]
         now = source.dates if dim == "time" else source.fields[dim]
         if not np.array_equal(before, now):
-            raise DataError(
-                f"{other} values of {dim}; give those files, or another --store"
-            )
+            raise DataError(f"{other} values of {dim}; {remedy}")
     written = sorted(set(making.regions) & list_regions(making.store))
 
     def plan() -> Iterator[tuple]:
@@ -152,6 +158,4 @@ def compare_source(making: Making, source: Source, start: int) -> None:
             expected = known[name][inside]
             if expected != found[name][: len(expected)]:
                 when = f"{name} from {str(making.dates[times.start])[:16]} on"
-                raise DataError(
-                    f"{other} values of {when}; give those files, or another --store"
-                )
+                raise DataError(f"{other} values of {when}; {remedy}")

@@ -99,9 +99,8 @@ def list_files(locations: list[Location]) -> list[SourceFile]:
     files = {}
     for location in locations:
         try:
-            found = (
-                list_remote(location) if "://" in location.url else list_local(location)
-            )
+            is_remote = "://" in location.url
+            found = list_remote(location) if is_remote else list_local(location)
         except (OSError, BaseError) as error:
             raise DataError(f"--source {location.url}: {first_line(error)}") from error
         if not found:
@@ -172,9 +171,8 @@ def open_source(files: list[SourceFile], variables: list[str] | None) -> Source:
     all_dates = np.concatenate([dates[number] for number in order])
     late = np.flatnonzero(all_dates[1:] <= all_dates[:-1])
     if late.size:
-        reason = (
-            f"times repeat, or are not sorted, at {str(all_dates[late[0] + 1])[:16]}"
-        )
+        when = str(all_dates[late[0] + 1])[:16]
+        reason = f"times repeat, or are not sorted, at {when}"
         raise DataError(f"--source: {reason}; give files whose times do not overlap")
     starts = np.cumsum([0, *(len(dates[number]) for number in order)])
     files = [files[number] for number in order]
@@ -195,15 +193,13 @@ def read_dates(
     for dim in ("latitude", "longitude"):
         if not np.array_equal(fields[dim], expected[dim]):
             reason = f"it has other values of {dim} than {first.name}"
-            raise DataError(
-                f"--source {file.location.url}: {reason}; give files of one grid"
-            )
+            remedy = "give files of one grid"
+            raise DataError(f"--source {file.location.url}: {reason}; {remedy}")
     dates = fields.time.values
     if dates.dtype.kind != "M":
         reason = f"its times are {dates.dtype}, no dates of the usual calendar"
-        raise DataError(
-            f"--source {file.location.url}: {reason}; mend the units of time"
-        )
+        remedy = "mend the units of time"
+        raise DataError(f"--source {file.location.url}: {reason}; {remedy}")
     return dates
 
 
@@ -211,13 +207,11 @@ def read_dates(
 def open_file(file: SourceFile, names: tuple[str, ...] | None) -> OpenFile:
     """Open a file and find its fields: those named, or all. DataError names the file."""
     try:
-        with_numbers = xr.open_dataset(
-            open_bytes(file.location), decode_cf=False, cache=False
-        )
-        return find_fields(with_numbers, names)
-    except (
-        Exception
-    ) as error:  # of xarray, h5py, scipy and obstore, which share no base
+        content = open_bytes(file.location)
+        stored = xr.open_dataset(content, decode_cf=False, cache=False)
+        return find_fields(stored, names)
+    # What xarray, h5py, scipy and obstore raise has no other base.
+    except Exception as error:
         reason = f"--source {file.location.url}: {first_line(error)}"
         if not isinstance(error, DataError):
             reason += "; give NetCDF files of numbers"
@@ -277,9 +271,8 @@ def find_columns(fields: xr.Dataset) -> np.ndarray:
     )
     for dim in ("latitude", "longitude"):
         if fields.sizes[dim] < 2:
-            raise DataError(
-                f"its {dim} has {fields.sizes[dim]} values; at least 2 are needed"
-            )
+            size = fields.sizes[dim]
+            raise DataError(f"its {dim} has {size} values; at least 2 are needed")
     return np.sort(sort_coordinates(numbered).column.values)
 
 
@@ -299,10 +292,9 @@ def read_part(part: Part, names: tuple[str, ...], name: str) -> np.ndarray:
     field = opened.fields[name].isel(time=part.times)
     try:
         values = field.load().transpose(*DIMENSIONS).values
-    except Exception as error:  # of h5py, scipy and obstore, which share no base
-        raise DataError(
-            f"--source {url}: {name}: {first_line(error)}; mend it"
-        ) from error
+    except Exception as error:  # of h5py, scipy or obstore
+        reason = f"{name}: {first_line(error)}; mend it"
+        raise DataError(f"--source {url}: {reason}") from error
     limits = opened.limits[name]
     values = limits.mask(values) if limits else values
     values = values.astype("float32")

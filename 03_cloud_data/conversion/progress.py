@@ -13,8 +13,8 @@ import numpy as np
 import obstore
 from obstore.store import ObjectStore
 
+from conversion.target import Objects, Target, get, list_objects, put
 from errors import DataError
-from target import Objects, Target, get, list_objects, put
 
 FOLDER = ".make_store"
 STATE = f"{FOLDER}/state.json"

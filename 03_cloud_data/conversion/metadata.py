@@ -10,9 +10,9 @@ import zarr
 from obstore.store import ObjectStore
 from zarr import storage
 
+from conversion.layout import Layout, choose_encoding
+from conversion.target import Objects, get, put, to_buffers
 from coordinates import DIMENSIONS
-from layout import Layout, choose_encoding
-from target import Objects, get, put, to_buffers
 
 # Of the root. Those of Zarr 3 also hold the consolidated metadata.
 ROOT = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")

@@ -8,7 +8,7 @@ import numpy as np
 import xarray as xr
 from obstore.store import ObjectStore
 
-from progress import FOLDER, load_arrays, save_arrays
+from conversion.progress import FOLDER, load_arrays, save_arrays
 
 
 class MonthSums(NamedTuple):

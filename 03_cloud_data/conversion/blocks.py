@@ -15,14 +15,14 @@ import numpy as np
 from dask.distributed import Client, Worker, WorkerPlugin
 from dask.system import CPU_COUNT
 
+from conversion.layout import BLOCKS
+from conversion.progress import Checksums, Record, sum_bytes, sum_maps
+from conversion.reading_back import read_values
+from conversion.sources import Part, read_parts
+from conversion.target import Target, connect, put_all
 from errors import DataError
-from layout import BLOCKS
-from progress import Checksums, Record, sum_bytes, sum_maps
-from reading_back import read_values
-from sources import Part, read_parts
-from target import Target, connect, put_all
 
-HERE = Path(__file__).parent
+CHAPTER = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
 
 
 def send_modules(client: Client) -> None:
-    """Give the workers the modules of this folder, unless they find them by themselves."""
-    if all(client.run(find_spec, "reading_back").values()):
+    """Give the workers the modules of this chapter, unless they find them by themselves."""
+    if all(client.run(find_spec, "conversion").values()):
         return
     archive = BytesIO()
     with ZipFile(archive, "w") as file:
-        for path in HERE.glob("*.py"):
-            file.write(path, path.name)
+        for path in [*CHAPTER.glob("*.py"), *CHAPTER.glob("conversion/*.py")]:
+            file.write(path, path.relative_to(CHAPTER))
 
     class Modules(WorkerPlugin):  # defined here, so that it travels with its code
         def setup(self, worker: Worker) -> None:

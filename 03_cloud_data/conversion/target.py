@@ -15,7 +15,7 @@ from obstore.store import LocalStore, ObjectStore, from_url
 from zarr import storage
 from zarr.core.buffer import default_buffer_prototype
 
-from layout import Layout
+from conversion.layout import Layout
 from location import Location, client_options
 
 PAGE = 1000  # objects of a listing that are in memory at once

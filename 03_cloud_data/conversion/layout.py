@@ -48,9 +48,7 @@ class Layout:
 
 def choose_encoding(dataset: xr.Dataset, layout: Layout) -> dict[str, dict]:
     """How each array is compressed and cut: fields into chunks, and shards of whole maps."""
-    if (
-        layout.zarr_format == 2
-    ):  # has no checksum: a flipped bit is read as another value
+    if layout.zarr_format == 2:  # without checksums: a flipped bit is another value
         compressors = Blosc("zstd", layout.zstd_level, Blosc.BITSHUFFLE)
         missing = {"_FillValue": NAN}
     else:  # of the bytes as stored, because Blosc may crash on an object that was cut

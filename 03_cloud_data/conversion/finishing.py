@@ -2,15 +2,21 @@
 
 import xarray as xr
 
+from conversion.making import Making
+from conversion.metadata import (
+    ROOT,
+    consolidate,
+    put_in_place,
+    statistics_layout,
+    to_objects,
+)
+from conversion.options import TRAIN_TIMES
+from conversion.progress import save_small
+from conversion.statistics import average, group_name
+from conversion.target import Objects
+from conversion.verification import count_whole, read_back
 from errors import print_note
 from fields import split_times
-from making import Making
-from metadata import ROOT, consolidate, put_in_place, statistics_layout, to_objects
-from progress import save_small
-from statistics_of_store import average, group_name
-from store_options import TRAIN_TIMES
-from target import Objects
-from verification import count_whole, read_back
 
 
 def choose_spans(

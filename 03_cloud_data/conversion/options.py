@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import add_options, flag_of, option, take_over
+from conversion.layout import Layout
 from errors import refuse
-from layout import Layout
 from location import Location
 from weather import DAYS
 
-HERE = Path(__file__).parent
+CHAPTER = Path(__file__).parent.parent
 TRAIN_TIMES = ["1982", "1989"]
 # What decides the bytes of a store, and what is taken where neither a flag nor a store
 # that has been begun says otherwise.
@@ -31,7 +31,7 @@ TASKS = ("append", "verify", "repair")
 
 def default_store() -> str:
     """The store of chapters 3 to 6, as seen from where the program was started."""
-    return os.path.relpath(HERE / "outputs/buckets/winds/small.zarr")
+    return os.path.relpath(CHAPTER / "outputs/buckets/winds/small.zarr")
 
 
 @dataclass(frozen=True)

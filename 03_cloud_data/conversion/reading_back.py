@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from obstore.store import ObjectStore
 
+from conversion.progress import load_region, region_name, sum_bytes, sum_maps
+from conversion.statistics import MonthSums, RegionSums
+from conversion.target import Target, connect, get_all
 from errors import DataError
-from progress import load_region, region_name, sum_bytes, sum_maps
-from statistics_of_store import MonthSums, RegionSums
-from target import Target, connect, get_all
 
 LOST = "missing or empty"
 

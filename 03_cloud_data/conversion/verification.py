@@ -6,14 +6,14 @@ from functools import partial
 import numpy as np
 from tqdm import tqdm
 
+from conversion.listing import Expected, count_objects, expect_chunks, find_missing
+from conversion.making import Making, list_unwritten
+from conversion.progress import REGIONS, load_small, region_name, sum_bytes
+from conversion.reading_back import LOST, Damage, merge, read_region
+from conversion.statistics import FieldSums, MonthSums, group_name, sums_name
+from conversion.target import get, get_size, list_objects
 from errors import DataError
 from fields import split_times
-from listing import Expected, count_objects, expect_chunks, find_missing
-from making import Making, list_unwritten
-from progress import REGIONS, load_small, region_name, sum_bytes
-from reading_back import LOST, Damage, merge, read_region
-from statistics_of_store import FieldSums, MonthSums, group_name, sums_name
-from target import get, get_size, list_objects
 
 SAVES = 20  # of the sums, in a pass over all regions
 LEAST_REGIONS = 8  # between two saves, because the sums are as large as some regions
