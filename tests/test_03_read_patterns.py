@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Iterator
-from functools import partial
 from itertools import cycle, islice, product
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ import book
 import numpy as np
 import programs
 import pytest
-import runs
 import xarray as xr
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -41,6 +39,8 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
     """read_patterns.py and the modules of its studies, with small stores in a folder of their own."""
     folder = tmp_path_factory.mktemp("chapter")
     with book.rooms("03_cloud_data"), pytest.MonkeyPatch.context() as patch:
+        make_store = importlib.import_module("make_store")
+        patch.setattr(make_store, "HERE", folder)
         found = {name: importlib.import_module(f"studies.{name}") for name in MODULES}
         found = SimpleNamespace(read_patterns=importlib.import_module("read_patterns"), **found)
         for name, value in (found.stores.QUICK | {"days": 36, "batch": 4}).items():
@@ -53,7 +53,7 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
         for module in (found.server, found.stores, found.netcdf_files):
             patch.setattr(module, "BUCKETS", folder / "outputs")
         patch.setattr(found.netcdf_files, "BLOCK_BYTES", 4096)
-        patch.setattr(found.stores, "run_make_store", partial(runs.make_store, folder))
+        patch.setattr(found.stores, "run_make_store", lambda *flags: make_store.main(list(map(str, flags))))
         found.stores.make_stores(LAYOUTS)
         patch.setattr(found.read_patterns, "make_stores", lambda layouts: None)
         for name in ("read_patterns", "results"):

@@ -3,6 +3,7 @@
 import random
 import tracemalloc
 from collections.abc import Iterator
+from functools import partial
 
 import book
 import pytest
@@ -35,10 +36,10 @@ def test_memory_does_not_grow_with_the_number_of_objects(lost: tuple, monkeypatc
     for times in (250, 25_000):
         found = []
         tracemalloc.start()
-        names = expected(times)
-        count, size = listing.count_objects(names, list_all(times, lost))
+        names, list_again = expected(times), partial(list_all, times, lost)
+        count, size = listing.count_objects(names, list_again())
         if count < names.count:
-            for number in listing.find_missing(names, lambda: list_all(times, lost)):
+            for number in listing.find_missing(names, list_again):
                 found.append(names.name(number))
                 if len(found) == len(lost):
                     break
