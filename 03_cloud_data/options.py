@@ -50,7 +50,7 @@ def climatology_folder() -> str:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Where the data are, and how they are read."""
+    """Where the store is."""
 
     store: str | None = option(
         None,
@@ -62,20 +62,11 @@ class StoreOptions:
     )
     anonymous: bool = option(False, "sign no request: for public buckets")
     retry_timeout: int = option(120, "seconds to retry a failed read")
-    missing_chunks: str = option(
-        "refuse",
-        "what to do if a chunk is missing that would read as a number; fill: read it so",
-        choices=("refuse", "fill"),
-        decides=True,
-    )
-    climatology_dir: str = option(
-        climatology_folder, "keeps the climatology of a store that has none"
-    )
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which of the data are used."""
+    """Which of the data are used, and how."""
 
     variables: list[str] = option(VARIABLES, "any number of the store's", decides=True)
     level: str | None = option(
@@ -115,6 +106,15 @@ class DataOptions:
         f"cells along its side; if not given, {PATCH_SIZE}, or the most that fit",
         least=16,
         decides=True,
+    )
+    missing_chunks: str = option(
+        "refuse",
+        "what to do if a chunk is missing that would read as a number; fill: read it so",
+        choices=("refuse", "fill"),
+        decides=True,
+    )
+    climatology_dir: str = option(
+        climatology_folder, "keeps the climatology of a store that has none"
     )
 
 

@@ -19,6 +19,7 @@ import warnings
 from command_line import KNOWN_WARNINGS
 from results import RESULTS, parse_studies, save_rows
 from studies.costs import patterns, server_alone
+from studies.shapes import shapes
 from studies.starts import start_methods
 from studies.stores import LAYOUTS, QUICK, SIZE, make_stores
 from studies.timeline import plot_timeline, timeline
@@ -32,8 +33,9 @@ STUDIES = {
     "timeline": timeline,
     "server": server_alone,
     "patterns": patterns,
+    "shapes": shapes,
 }
-PROGRAMS = ("command", "making")  # which read no layout
+OF_THEIR_OWN = ("command", "making", "shapes")  # which need none of LAYOUTS
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
     for study in STUDIES:
         if study not in args.studies:
             continue
-        if study not in PROGRAMS:
+        if study not in OF_THEIR_OWN:
             make_stores(LAYOUTS)
         found[study] = STUDIES[study](args.repeats)
         for row in found[study]:

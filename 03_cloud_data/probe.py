@@ -1,0 +1,228 @@
+"""Chapter 3: what a store gives a reader of patches from here, and which chunks would suit it.
+
+    uv run python probe.py                                   # the small store of train.py
+    uv run python probe.py --store s3://bucket/winds.zarr    # or gs://, https://
+    uv run python probe.py --store ... --egress-price 0.09   # it is read from elsewhere
+
+It times GETs of one byte and of whole chunks, alone and many at once. Then it cuts one map
+into chunks of other shapes, in memory, and reads batches out of them. You should see the
+latency, how many reads at once are worth it, what an epoch costs in requests, bytes and
+dollars, and which chunks would be the fastest and the cheapest. It reads less than 500 MB.
+"""
+
+import argparse
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+from obstore.store import from_url
+
+from arguments import add_options, option
+from checks import check_secrets, check_server, check_store
+from command_line import call_at, make_location, run
+from errors import print_note, program
+from location import Location, client_options
+from options import PATCH_SIZE, VARIABLES, StoreOptions
+from probing.replay import Replay, draw_regions, replay
+from probing.wire import Wire, measure_wire
+from store import FieldReader
+
+BATCHES = 5  # that are read out of the store as it is
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class ReadingOptions:
+    """What is read."""
+
+    variables: list[str] = option(VARIABLES, "any number of the store's")
+    level: str | None = option(None, "value of a further dimension: 850, 6h")
+    patch_size: int = option(PATCH_SIZE, "cells along its side", least=16)
+    batch_size: int = option(32, "samples that are read at once")
+
+
+@dataclass(frozen=True)
+class PriceOptions:
+    """What it costs, in dollars."""
+
+    get_price: float = option(0.0004, "of 1,000 GETs", least=0)
+    egress_price: float = option(0.0, "of a GB that leaves the region", least=0)
+    hour_price: float = option(3.0, "of an hour of the machine that waits", least=0)
+
+
+@dataclass(frozen=True)
+class Options(PriceOptions, ReadingOptions, StoreOptions):
+    """What the program was asked for, checked."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What it takes to read samples, in batches, with nothing else under way."""
+
+    chunk: tuple[int, ...]
+    requests: float  # of a sample
+    size: float  # bytes of a sample
+    samples_per_second: float
+
+    def dollars(self, options: Options) -> dict[str, float]:
+        """Of a million samples."""
+        return {
+            "requests": self.requests * MILLION / 1e3 * options.get_price,
+            "egress": self.size * MILLION / 1e9 * options.egress_price,
+            "time": MILLION / self.samples_per_second / 3600 * options.hour_price,
+        }
+
+    def all_dollars(self, options: Options) -> float:
+        """Of a million samples, together."""
+        return sum(self.dollars(options).values())
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Probe the store that is named, or the small one; errors end with code 2."""
+    options = parse_options(argv)
+    return call_at(partial(probe, options), make_location(options), "")
+
+
+def parse_options(argv: list[str] | None) -> Options:
+    """The options of a command line; exits with code 2 and a remedy if one is wrong."""
+    show_defaults = argparse.ArgumentDefaultsHelpFormatter
+    summary = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(
+        prog=program(), description=summary, formatter_class=show_defaults
+    )
+    for group in reversed(Options.__bases__):
+        add_options(parser, group)
+    args = parser.parse_args(argv)
+    check_secrets(args, "store", "endpoint")
+    check_store("--store", args.store)
+    check_server(args)
+    return Options(**vars(args))
+
+
+def probe(options: Options, location: Location) -> dict:
+    """Measure, print and return what was found."""
+    reader = FieldReader(location, options.variables, options.level)
+    reader.open()
+    for note in reader.notes:
+        print_note(note)
+    wire = measure_wire(connect(location), reader)
+    print_wire(wire)
+    now = read_as_it_is(reader, options)
+    print_now(now, reader, options)
+    shapes = []
+    for tried in replay(reader, options.patch_size, options.batch_size):
+        shapes.append(predict(tried, wire, options.batch_size))
+    print_shapes(shapes, options)
+    return {
+        "latency_ms": 1e3 * wire.latency,
+        "p99_ms": 1e3 * float(np.percentile(wire.first_bytes, 99)),
+        "best_at_once": wire.best_at_once,
+        "start_ms": 1e3 * wire.start,
+        "request_ms": 1e3 * wire.per_request,
+        "mb_ms": 1e9 * wire.per_byte,
+        "now": asdict(now),
+        "shapes": [asdict(shape) | shape.dollars(options) for shape in shapes],
+        "fastest": fastest(shapes).chunk,
+        "cheapest": cheapest(shapes, options).chunk,
+    }
+
+
+def connect(location: Location):
+    """A client of the store that does nothing but GETs."""
+    return from_url(location.url, **client_options(location))
+
+
+def read_as_it_is(reader: FieldReader, options: Options) -> Reading:
+    """Read some batches."""
+    apart = reader.counted_apart()
+    seconds = []
+    for batch in range(BATCHES):
+        regions = draw_regions(reader, options.patch_size, options.batch_size, batch)
+        began = perf_counter()
+        apart.read_at_once(regions)
+        seconds.append(perf_counter() - began)
+    requests, size, _ = apart.traffic.counts()
+    samples = BATCHES * options.batch_size
+    encoding = reader.fields[options.variables[0]].encoding
+    rate = options.batch_size / median(seconds)
+    return Reading(encoding["chunks"], requests / samples, size / samples, rate)
+
+
+def predict(tried: Replay, wire: Wire, batch: int) -> Reading:
+    """What a store of such chunks would give: what the wire takes, and what this process does."""
+    on_wire = wire.seconds(batch * tried.requests, batch * tried.size)
+    rate = batch / (on_wire + tried.seconds)
+    return Reading(tried.chunk, tried.requests, tried.size, rate)
+
+
+def fastest(shapes: list[Reading]) -> Reading:
+    """The one with the most samples/s."""
+    return max(shapes, key=lambda shape: shape.samples_per_second)
+
+
+def cheapest(shapes: list[Reading], options: Options) -> Reading:
+    """The one whose samples cost least, all told."""
+    return min(shapes, key=lambda shape: shape.all_dollars(options))
+
+
+def print_wire(wire: Wire) -> None:
+    """What GETs take."""
+    p99 = np.percentile(wire.first_bytes, 99)
+    number = len(wire.first_bytes)
+    print(
+        f"first byte: {1e3 * wire.latency:.1f} ms, {1e3 * p99:.1f} in 1 of 100", end=""
+    )
+    print(f" ({number} GETs)")
+    print(f"{'GETs at once':>12} {'GETs/s':>8} {'MB/s':>8}")
+    for burst in wire.bursts:
+        rate = burst.requests / burst.seconds
+        print(f"{burst.requests:12} {rate:8,.0f} {burst.mb_per_second:8,.1f}")
+    print(f"best: {wire.best_at_once} at once")
+    start, request, mb = 1e3 * wire.start, 1e3 * wire.per_request, 1e9 * wire.per_byte
+    print(f"all at once: {start:.1f} ms + {request:.2f} a GET + {mb:.2f} a MB")
+
+
+def print_now(now: Reading, reader: FieldReader, options: Options) -> None:
+    """What the store gives as it is, and what an epoch of it costs."""
+    sizes = reader.fields.sizes
+    size = options.patch_size
+    patches = sizes["time"] * sizes["latitude"] * sizes["longitude"] // size**2
+    dollars = now.dollars(options)
+    print(
+        f"\nas it is, chunks of {' x '.join(map(str, now.chunk))}: a sample takes ",
+        end="",
+    )
+    print(f"{now.requests:.1f} GETs and {now.size / 1e6:.3f} MB,", end=" ")
+    print(f"{now.samples_per_second:,.0f} samples/s")
+    share = patches / MILLION
+    cost = {name: f"${share * each:,.2f}" for name, each in dollars.items()}
+    print(f"an epoch, each cell once: {patches:,} samples, ", end="")
+    print(f"{patches * now.requests:,.0f} GETs ({cost['requests']}), ", end="")
+    print(f"{patches * now.size / 1e9:,.1f} GB ({cost['egress']}), ", end="")
+    print(f"{patches / now.samples_per_second / 3600:.2f} h ({cost['time']})")
+
+
+def print_shapes(shapes: list[Reading], options: Options) -> None:
+    """What other chunks would give, each of one time."""
+    print(
+        "\nchunks of one time        samples/s    GETs      MB  $ of a million samples: ",
+        end="",
+    )
+    print("GETs, egress, time")
+    for shape in shapes:
+        marks = []
+        if shape == fastest(shapes):
+            marks.append("fastest")
+        if shape == cheapest(shapes, options):
+            marks.append("cheapest")
+        name = " x ".join(map(str, shape.chunk))
+        line = f"{name:22} {shape.samples_per_second:12,.0f} {shape.requests:7.1f} {shape.size / 1e6:7.3f}"
+        for each in shape.dollars(options).values():
+            line += f" {each:8,.2f}"
+        print(f"{line}  {', '.join(marks)}".rstrip())
+
+
+if __name__ == "__main__":
+    run(main)
