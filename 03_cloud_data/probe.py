@@ -13,11 +13,12 @@ dollars, and which chunks would be the fastest and the cheapest. It reads less t
 import argparse
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import numpy as np
-from obstore.store import from_url
+from obstore.store import ObjectStore, from_url
 
 from arguments import add_options, option
 from checks import check_secrets, check_server, check_store
@@ -107,6 +108,7 @@ def probe(options: Options, location: Location) -> dict:
     reader.open()
     for note in reader.notes:
         print_note(note)
+    draw_regions(reader, options.patch_size, 1, seed=0)  # do they fit?
     wire = measure_wire(connect(location), reader)
     print_wire(wire)
     now = read_as_it_is(reader, options)
@@ -129,8 +131,10 @@ def probe(options: Options, location: Location) -> dict:
     }
 
 
-def connect(location: Location):
+def connect(location: Location) -> ObjectStore:
     """A client of the store that does nothing but GETs."""
+    if "://" not in location.url:
+        return from_url(Path(location.url).absolute().as_uri())
     return from_url(location.url, **client_options(location))
 
 
@@ -169,12 +173,10 @@ def cheapest(shapes: list[Reading], options: Options) -> Reading:
 
 def print_wire(wire: Wire) -> None:
     """What GETs take."""
-    p99 = np.percentile(wire.first_bytes, 99)
+    p50, p99 = 1e3 * np.percentile(wire.first_bytes, [50, 99])
     number = len(wire.first_bytes)
-    print(
-        f"first byte: {1e3 * wire.latency:.1f} ms, {1e3 * p99:.1f} in 1 of 100", end=""
-    )
-    print(f" ({number} GETs)")
+    print(f"latency: {1e3 * wire.latency:.1f} ms", end="")
+    print(f" (first byte: p50 {p50:.1f}, p99 {p99:.1f} ms, of {number} GETs)")
     print(f"{'GETs at once':>12} {'GETs/s':>8} {'MB/s':>8}")
     for burst in wire.bursts:
         rate = burst.requests / burst.seconds
