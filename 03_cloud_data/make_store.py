@@ -40,7 +40,14 @@ from conversion.options import (
     require_same,
 )
 from conversion.progress import State, load_objects, load_state, save_objects
-from conversion.sources import Source, SourceFile, identify, list_files, open_source
+from conversion.sources import (
+    Source,
+    SourceFile,
+    identify,
+    list_files,
+    open_source,
+    require_same_attributes,
+)
 from conversion.target import connect, discard, remove_partial
 from conversion.verification import (
     count_whole,
@@ -85,12 +92,14 @@ def main(argv: list[str] | None = None) -> dict:
 
 
 def lock(options: Options) -> AbstractContextManager:
-    """Lets a second command at the same folder wait."""
+    """Lets a second command that writes to the same folder wait."""
     if "://" in options.store:
         return nullcontext()
-    path = Path(options.store)
+    path = Path(options.store).absolute()
     if not path.exists() and (options.append or options.verify or options.repair):
         raise DataError(ABSENT)
+    if options.verify:
+        return nullcontext()
     path.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(path.with_name(f".{path.name}.lock"))
 
@@ -110,7 +119,7 @@ def run(options: Options, store: ObjectStore, pool: Pool) -> dict:
 def load_making(options: Options, store: ObjectStore, pool: Pool) -> Making | None:
     """A store that has been begun; None if there is nothing, and it is to be made.
 
-    Settings that are not given are the store's, except where it is made.
+    Settings that are not given are the store's.
     """
     state = load_state(store)
     is_made = not (options.append or options.verify or options.repair)
@@ -118,7 +127,7 @@ def load_making(options: Options, store: ObjectStore, pool: Pool) -> Making | No
         return None
     if state is None:
         raise DataError(ABSENT)
-    settings = make_settings(options, SETTINGS if is_made else state.settings)
+    settings = make_settings(options, state.settings)
     require_same(settings, state.settings)
     layout = make_layout(state.settings)
     skeleton = load_objects(store, state.skeleton)
@@ -134,7 +143,7 @@ def make(
     """
     files = list_sources(options)
     identity = identify(files)
-    settings = make_settings(options, SETTINGS)
+    settings = making.state.settings if making else make_settings(options, SETTINGS)
     source = None
     if making is None:
         source = open_sources(options, settings, files)
@@ -192,6 +201,9 @@ def extend(making: Making, source: Source, identity: str) -> Making:
         if not np.array_equal(making.dataset[dim], source.fields[dim]):
             reason = f"--source: it has other values of {dim} than the store"
             raise DataError(f"{reason}; give files of the same grid")
+    for name in making.fields:
+        before = making.dataset[name]
+        require_same_attributes(f"--source: {name}", source.fields[name], before)
     last = making.dates[-1]
     if source.dates[0] <= last:
         reason = f"--source: its first time, {str(source.dates[0])[:16]}"
@@ -233,6 +245,9 @@ def repair(making: Making, options: Options) -> dict:
             discard(making.store, one.object)
         else:
             firsts.add(making.layout.first_of(one.times.start))
+    completed = making.state.starts[-1]
+    if not making.state.whole and completed and options.source:
+        firsts.add(making.layout.first_of(completed))  # which has times of both sources
     if firsts:
         files = list_sources(options)
         require_files(making, files, sorted(firsts))

@@ -8,8 +8,15 @@ import xarray as xr
 from errors import DataError, first_line
 from remedies import find_remedy
 
-# What netCDF fills integers of so many bytes with until they are written; bytes have none.
-DEFAULT_FILLS = {2: -32767, 4: -2147483647, 8: -9223372036854775806}
+# What netCDF fills integers with until they are written; bytes have none.
+DEFAULT_FILLS = {
+    "i2": -32767,
+    "i4": -2147483647,
+    "i8": -9223372036854775806,
+    "u2": 2**16 - 1,
+    "u4": 2**32 - 1,
+    "u8": 2**64 - 2,
+}
 FILLS = ("_FillValue", "missing_value")
 LIMITS = ("valid_range", "valid_min", "valid_max")
 SCALES = ("scale_factor", "add_offset")
@@ -100,8 +107,8 @@ class Limits:
 def find_limits(stored: xr.Variable) -> Limits | None:
     """Between which values a variable is valid; None if all are.
 
-    As the NetCDF Users Guide has it. Signed integers without a fill value may hold
-    netCDF's own. A range that is_left_over is not used.
+    As the NetCDF Users Guide has it. Integers without a _FillValue may hold netCDF's own.
+    A range that is_left_over is not used.
     """
     numbers = read_numbers("", stored.attrs)
     scale = numbers.get("scale_factor", 1.0)
@@ -110,20 +117,30 @@ def find_limits(stored: xr.Variable) -> Limits | None:
     low = numbers.get("valid_min", low)
     high = numbers.get("valid_max", high)
     is_integer = stored.dtype.kind in "iu"
-    has_fill = any(key in numbers for key in FILLS)
     if is_left_over(stored):
         low, high = -np.inf, np.inf
-    if stored.dtype.kind == "i" and not has_fill and not is_unsigned(stored):
-        low = max(low, 1 + DEFAULT_FILLS.get(stored.dtype.itemsize, -np.inf))
-    if (low, high) == (-np.inf, np.inf):
-        return None
     if is_unsigned(stored):
         low, high = (to_unsigned(limit, stored) for limit in (low, high))
     if not is_integer or not has_parts(low, high):  # packed as the values are
         low, high = sorted([low * scale + offset, high * scale + offset])
+    beyond_fill = sorted(limit * scale + offset for limit in limits_of_fill(stored))
+    low = max(low, beyond_fill[0])
+    high = min(high, beyond_fill[1])
+    if (low, high) == (-np.inf, np.inf):
+        return None
     # An end may have been written in single precision.
     margin = abs(scale) / 2 if is_integer else 0.0
     return Limits(float(low) - margin, float(high) + margin)
+
+
+def limits_of_fill(stored: xr.Variable) -> tuple[float, float]:
+    """Packed values that are not beyond netCDF's own fill, if the variable may hold that."""
+    fill = DEFAULT_FILLS.get(stored.dtype.str[1:])
+    if fill is None or "_FillValue" in stored.attrs or is_unsigned(stored):
+        return -np.inf, np.inf
+    if fill < 0:
+        return fill + 1, np.inf
+    return -np.inf, fill - 1
 
 
 def is_left_over(stored: xr.Variable) -> bool:

@@ -351,7 +351,11 @@ def test_what_is_appended_is_what_is_made_at_once(cut: str, make, files, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "moments", ["regions/ statistics/", pytest.param(f"{U}/ sums/ {V}/c zarr.json", marks=thorough)]
+    "moments",
+    [
+        "regions/:0 regions/:1 statistics/:1",
+        pytest.param(f"{U}/:1 sums/:1 {V}/c:1 zarr.json:1", marks=thorough),
+    ],
 )
 def test_killed_in_an_append_it_goes_on_and_readers_see_the_old_extent(
     moments: str, here, make, files, refused, tmp_path: Path
@@ -361,10 +365,15 @@ def test_killed_in_an_append_it_goes_on_and_readers_see_the_old_extent(
     store, at_once = tmp_path / "store", xr.open_zarr(tmp_path / "at_once").load()
     make(*flags, "--source", *years(files, *FIRST), "--store", store, "--train-times", 1982, 1989)
     more = ["--append", "--source", *years(files, *SECOND), "--store", store]
-    for name in moments.split():
-        kill_at(name, 1, here, *more)
+    for place in moments.split():
+        name, moment = place.split(":")
+        kill_at(name, int(moment), here, *more)
         seen = xr.open_zarr(store).load()
         xr.testing.assert_identical(seen, at_once.isel(time=slice(0, 11)))
+        if place == "regions/:0":  # the chunk that is completed is written, and nobody has recorded that
+            flip(store / U / "c/2/0/0")
+            assert f"{U}/c/2/0/0: " in refused(*more)
+            make("--repair", "--source", files / "*.nc", "--store", store)
     kill_at("time/c/0", 0, here, *more)
     with pytest.raises(ValueError):  # between two requests: an error, and no wrong value
         xr.open_zarr(store)
@@ -383,7 +392,7 @@ def test_what_cannot_be_appended_is_refused(make, files, whole, tmp_path: Path, 
     later[[U]].to_netcdf(tmp_path / "one.nc")
     assert "other values of latitude" in append("--source", tmp_path / "grid.nc")
     assert f"no {U}, {V} on" in append("--source", tmp_path / "one.nc")
-    assert "--chunk [1, 4, 4]: the store was begun with" in append("--source", NAVY, "--chunk", 1, 4, 4)
+    assert "--chunk 1 4 4: the store was begun with" in append("--source", NAVY, "--chunk", 1, 4, 4)
     assert "needs --source" in append()
     assert content(store, ours=True) == before
     other = refused("--append", "--source", NAVY, "--store", tmp_path / "none")
@@ -441,6 +450,7 @@ def test_what_a_whole_store_has_lost_is_named_without_reading(layout, make, whol
     one, metadata = ("0", ".zarray") if layout == "v2" else ("c/0", "zarr.json")
     names = [f"{V}/{last}", f"time/{one}", f"{GROUP}/latitude/{one}", f"{U}/{metadata}"]
     names += [f"{OURS}regions/00000008.json", ".zmetadata" if layout == "v2" else "zarr.json"]
+    names += [f"{OURS}small.json"]
     for lost in names:
         (store / lost).unlink()
         line = refused(*flags)
@@ -562,12 +572,25 @@ IN_METRES = {"units": "m", "standard_name": "latitude"}
 BAD_FILES = {
     "grid": (lambda part: part.isel(latitude=slice(1, None)), "c.nc: it has other values of latitude than"),
     "shifted": (lambda part: part.assign_coords(longitude=part.longitude + 1), "other values of longitude"),
-    "overlap": (lambda part: part.assign_coords(time=part.time + np.timedelta64(60, "D")), "times repeat"),
+    "overlap": (
+        lambda part: part.assign_coords(time=part.time + np.timedelta64(60, "D")),
+        "two files have 1982-05-",
+    ),
     "one time twice": (lambda part: part.isel(time=[0, 0, 1, 2]), "c.nc: time has a value twice"),
     "no time": (without_first_time, "c.nc: time has no value at position 0 of 4"),
-    "no dates": (lambda part: part.assign_coords(time=range(4)), "no dates of the usual calendar"),
+    "no dates": (lambda part: part.assign_coords(time=range(4)), "c.nc: its times are int64, no dates"),
+    "calendar": (
+        lambda part: part.convert_calendar("noleap"),
+        "c.nc: its times are not of the usual calendar",
+    ),
+    "units": (
+        lambda part: part.map(lambda wind: wind.assign_attrs(units="km h-1")),
+        "units 'km h-1', before it had",
+    ),
+    "level": (lambda part: part.expand_dims(level=[850]), "c.nc: eastward_wind has selected 'level 850'"),
+    "backwards": (lambda part: part.isel(time=slice(None, None, -1)), "c.nc: its times are not sorted"),
     "a variable less": (lambda part: part[["eastward_wind"]], "c.nc: it has other variables"),
-    "none at all": (lambda part: part.mean("time"), "no any field on time, latitude and longitude alone"),
+    "none at all": (lambda part: part.mean("time"), "no variable on time, latitude and longitude alone"),
     "infinity": (
         partial(with_value, value=np.inf),
         "northward_wind on 1982-03-18T17:00: infinity, or netCDF's mark",
@@ -611,9 +634,24 @@ def test_other_bad_input_is_refused(make, whole, tmp_path: Path, refused) -> Non
     assert not (tmp_path / "store").exists() or not content(tmp_path / "store", ours=True)
     assert "--train-times 2001 2002" in refused(*SMALL, "--store", whole["v3"], *times)
     (tmp_path / "file").write_text("dear")
-    assert f"--store {tmp_path}/file/x" in refused(*SMALL, "--store", tmp_path / "file/x")
+    assert f"--store {tmp_path}/file: Not a dir" in refused(*SMALL, "--store", tmp_path / "file/x")
     assert f"--store {tmp_path}/file:" in refused(*SMALL, "--store", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "dear"
+    secret = "https://me:password@host/a.nc"
+    for flags in (
+        ["--source", secret],
+        ["--store", secret],
+        ["--source", f"{secret[:8]}host/a.nc?key=password"],
+    ):
+        assert "credentials" in (line := refused(*flags)) and "password" not in line
+    assert "a folder; give the files in it" in refused("--source", tmp_path / "files", *store)
+    assert "--store: is empty" in refused("--store", "")
+    xr.load_dataset(NAVY)[["eastward_wind"]].rename(eastward_wind="statistics").to_netcdf(
+        tmp_path / "name.nc"
+    )
+    assert "--variables statistics: the store needs this name" in refused(
+        "--source", tmp_path / "name.nc", *store
+    )
 
 
 def test_a_store_of_another_command_is_refused_and_untouched(make, whole, tmp_path: Path, refused) -> None:
@@ -627,13 +665,14 @@ def test_a_store_of_another_command_is_refused_and_untouched(make, whole, tmp_pa
     old = zarr.open_group(tmp_path / "old", mode="w")
     old.attrs.put({"settings": {"days": 24}, "regions": {"0": "checksum"}, "whole": True})
     zarr.create_array(tmp_path / "array", shape=3, dtype="f4")
+    (shutil.copytree(whole["v3"], tmp_path / "lost") / OURS / "state.json").unlink()
     (tmp_path / "home").mkdir()
     (tmp_path / "home/letter#1").write_text("dear")
     (tmp_path / "home/letter").write_text("dear")
     before = content(tmp_path)
-    for name in ("old", "array", "home"):
+    for name in ("old", "array", "home", "lost"):
         line = refused(*SMALL, "--store", tmp_path / name)
-        assert "not begun by this version of make_store.py; remove it and make it anew" in line
+        assert "not begun by this version of make_store.py; give another --store" in line
     assert {path: data for path, data in content(tmp_path).items() if ".lock" not in path} == before
 
 

@@ -17,7 +17,7 @@ from dask.system import CPU_COUNT
 
 from conversion.layout import BLOCKS
 from conversion.progress import Checksums, Record, sum_bytes, sum_maps
-from conversion.reading_back import read_values
+from conversion.reading_back import read_maps
 from conversion.sources import Part, read_parts
 from conversion.target import Target, connect, put_all
 from errors import DataError
@@ -123,8 +123,8 @@ def write_block(
         kept = times.stop - times.start - len(values)
         if kept:
             before = slice(times.start, times.start + kept)
-            checksums = expected.objects[name]
-            read = read_values(target, store, name, before, checksums)
+            known = expected.maps[name][:kept]
+            read = read_maps(target, store, name, before, known)
             values = np.concatenate([read, values])
         found.maps[name] = sum_maps(values)
         known = expected.maps.get(name, [])

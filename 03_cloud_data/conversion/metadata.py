@@ -13,21 +13,32 @@ from zarr import storage
 from conversion.layout import Layout, choose_encoding
 from conversion.target import Objects, get, put, to_buffers
 from coordinates import DIMENSIONS
+from errors import DataError, first_line
 
 # Of the root. Those of Zarr 3 also hold the consolidated metadata.
 ROOT = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")
 METADATA = (*ROOT, ".zarray")
+RESERVED = (*METADATA, "statistics")  # no names of variables
 
 
 def make_skeleton(fields: xr.Dataset, dates: np.ndarray, layout: Layout) -> Objects:
-    """All objects of a store with these fields at these dates, but for the fields' chunks."""
+    """All objects of a store with these fields at these dates, but for the fields' chunks.
+
+    DataError for a name or an attribute that a store cannot have.
+    """
+    for name in fields:
+        if name in RESERVED:
+            raise DataError(f"--variables {name}: the store needs this name; rename it")
     time = xr.Variable("time", dates, fields.time.attrs)
     dataset = fields.drop_vars([*fields, "time"]).assign_coords(time=time)
     sizes = [dataset.sizes[dim] for dim in DIMENSIONS]
     for name, field in fields.items():
         nothing = da.zeros(sizes, dtype="float32", chunks=sizes)  # is never computed
         dataset[name] = tuple(DIMENSIONS), nothing, field.attrs
-    return to_objects(dataset, layout)
+    try:
+        return to_objects(dataset, layout)
+    except TypeError as error:  # of an attribute that JSON cannot hold
+        raise DataError(f"--source: {first_line(error)}; remove it there") from error
 
 
 def to_objects(

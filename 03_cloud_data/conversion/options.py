@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import add_options, flag_of, option, take_over
+from checks import check_folder, check_secrets, may_hold_secret
 from conversion.layout import Layout
 from errors import refuse
 from location import Location
@@ -141,6 +142,7 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     for group in reversed(Options.__bases__):
         add_options(parser, group)
     args = parser.parse_args(argv)
+    check_places(args)
     if args.chunk:
         args.chunk = read_chunk(args.chunk)
     elif args.patch_size:
@@ -158,6 +160,22 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     if not tasks:
         make_settings(options, SETTINGS)  # which refuses what cannot be
     return options
+
+
+def check_places(args: argparse.Namespace) -> None:
+    """Refuse places that cannot be, or that hold a secret."""
+    check_secrets(args, "store", "endpoint", "source_endpoint")
+    for url in args.source or []:
+        if may_hold_secret(url):
+            remedy = "give credentials in the environment, or copy the file first"
+            refuse(
+                f"--source: it may hold credentials, which errors would show; {remedy}"
+            )
+    if not args.store:
+        refuse("--store: is empty; give a folder or a URL")
+    writes = not args.verify
+    if writes and "://" not in args.store:
+        check_folder("--store", os.path.dirname(os.path.abspath(args.store)))
 
 
 def read_chunk(words: list[str]) -> list[int]:
@@ -195,5 +213,11 @@ def require_same(settings: dict, before: dict) -> None:
     """Exit with a remedy unless a store that was begun with `before` may go on so."""
     for name, value in settings.items():
         if value != before[name]:
-            reason = f"the store was begun with {before[name]}"
-            refuse(f"{flag_of(name)} {value}: {reason}; give that, or another --store")
+            reason = f"the store was begun with {in_words(before[name])}"
+            remedy = "give that, or another --store"
+            refuse(f"{flag_of(name)} {in_words(value)}: {reason}; {remedy}")
+
+
+def in_words(value: object) -> str:
+    """A setting as it is given on a command line."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

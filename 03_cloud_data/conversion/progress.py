@@ -20,7 +20,8 @@ FOLDER = ".make_store"
 STATE = f"{FOLDER}/state.json"
 REGIONS = f"{FOLDER}/regions"
 SMALL = f"{FOLDER}/small.json"
-MAKE_ANEW = "remove it and make it anew, or give another --store"
+SKELETON = f"{FOLDER}/skeleton_"
+MAKE_ANEW = "remove the store and make it anew, or give another --store"
 
 Checksums = dict[str, list[str]]  # by field
 
@@ -74,7 +75,7 @@ class State:
     @property
     def skeleton(self) -> str:
         """The object that keeps all metadata and coordinates of so many times."""
-        return f"{FOLDER}/skeleton_{self.times}.npz"
+        return f"{SKELETON}{self.times}.npz"
 
 
 def load_state(store: ObjectStore) -> State | None:
@@ -84,11 +85,17 @@ def load_state(store: ObjectStore) -> State | None:
     """
     found = get(store, STATE)
     if found is not None:
-        return State(**json.loads(found))
-    for page in obstore.list(store, chunk_size=1):
-        if page and not page[0]["path"].startswith(FOLDER):
-            raise DataError(f"not begun by this version of make_store.py; {MAKE_ANEW}")
-        return None
+        try:
+            return State(**json.loads(found))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{STATE} is damaged; {MAKE_ANEW}") from error
+    for page in obstore.list(store, chunk_size=1000):
+        for one in page:
+            if not one["path"].startswith(
+                SKELETON
+            ):  # which is written before the state
+                reason = "not begun by this version of make_store.py"
+                raise DataError(f"{reason}; give another --store, or remove this one")
     return None
 
 
@@ -113,9 +120,12 @@ def load_region(store: ObjectStore, first: int) -> Record:
     """The record of a region. It is empty if there is none, or if it cannot be read."""
     found = get(store, region_name(first))
     try:
-        return Record(**json.loads(found or b""))
-    except (TypeError, ValueError):
-        return Record({}, {})
+        record = Record(**json.loads(found or b""))
+        if record.maps.keys() == record.objects.keys():
+            return record
+    except (AttributeError, TypeError, ValueError):
+        pass
+    return Record({}, {})
 
 
 def save_small(store: ObjectStore, objects: Objects) -> None:
@@ -126,8 +136,11 @@ def save_small(store: ObjectStore, objects: Objects) -> None:
 
 
 def load_small(store: ObjectStore) -> dict[str, str]:
-    """The checksums of metadata, coordinates and statistics, by name."""
-    return json.loads(get(store, SMALL) or b"{}")
+    """The checksums of metadata, coordinates and statistics, by name; none if damaged."""
+    try:
+        return dict(json.loads(get(store, SMALL) or b"{}"))
+    except (TypeError, ValueError):
+        return {}
 
 
 def list_regions(store: ObjectStore) -> set[int]:

@@ -9,7 +9,7 @@ from obstore.store import ObjectStore
 from conversion.progress import load_region, region_name, sum_bytes, sum_maps
 from conversion.statistics import MonthSums, RegionSums
 from conversion.target import Target, connect, get_all
-from errors import DataError
+from errors import DataError, first_line
 
 LOST = "missing or empty"
 
@@ -63,6 +63,27 @@ def read_values(
     if reasons:
         raise DamageError(reasons)
     return target.decode(name, times, dict(zip(names, contents)))
+
+
+def read_maps(
+    target: Target, store: ObjectStore, name: str, times: slice, checksums: list[str]
+) -> np.ndarray:
+    """A field at some times, by the checksums of its maps. DamageError if it has other values.
+
+    Its last object may have been written again, with more times, before a kill.
+    """
+    names = target.object_names(name, times)
+    contents = get_all(store, names)
+    lost = [each for each, content in zip(names, contents) if not content]
+    if lost:
+        raise DamageError(dict.fromkeys(lost, LOST))
+    try:
+        values = target.decode(name, times, dict(zip(names, contents)))
+    except Exception as error:  # of numcodecs and Zarr, which share no base
+        raise DamageError(dict.fromkeys(names, first_line(error))) from error
+    if sum_maps(values) != checksums:
+        raise DamageError(dict.fromkeys(names, "decoded to other values"))
+    return values
 
 
 def read_region(

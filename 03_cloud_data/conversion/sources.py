@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import obstore
@@ -114,6 +114,9 @@ def list_local(location: Location) -> list[SourceFile]:
     """The files on this disk that a path or a pattern names."""
     files = []
     for path in sorted(glob.glob(location.url)):
+        if Path(path).is_dir():
+            reason = "a folder; give the files in it, as 'FOLDER/*.nc'"
+            raise DataError(f"--source {path}: {reason}")
         about = Path(path).stat()
         here = replace(location, url=str(Path(path).absolute()))
         files.append(SourceFile(here, about.st_size, str(about.st_mtime)))
@@ -151,7 +154,7 @@ def is_like(path: str, pattern: str) -> bool:
 def split_url(url: str) -> tuple[str, str]:
     """The bucket or server, and the path in it."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}", parts.path.lstrip("/")
+    return f"{parts.scheme}://{parts.netloc}", unquote(parts.path).lstrip("/")
 
 
 def open_source(files: list[SourceFile], variables: list[str] | None) -> Source:
@@ -172,7 +175,7 @@ def open_source(files: list[SourceFile], variables: list[str] | None) -> Source:
     late = np.flatnonzero(all_dates[1:] <= all_dates[:-1])
     if late.size:
         when = str(all_dates[late[0] + 1])[:16]
-        reason = f"times repeat, or are not sorted, at {when}"
+        reason = f"two files have {when}, or times around it"
         raise DataError(f"--source: {reason}; give files whose times do not overlap")
     starts = np.cumsum([0, *(len(dates[number]) for number in order)])
     files = [files[number] for number in order]
@@ -190,16 +193,33 @@ def read_dates(
         lists = f"{', '.join(fields)}; that has {', '.join(expected)}"
         reason = f"it has other variables than {first.name}: {lists}"
         raise DataError(f"--source {file.location.url}: {reason}; give --variables")
+    for name in fields:
+        try:
+            require_same_attributes(str(name), fields[name], expected[name])
+        except DataError as error:
+            raise DataError(f"--source {file.location.url}: {error}") from error
     for dim in ("latitude", "longitude"):
         if not np.array_equal(fields[dim], expected[dim]):
             reason = f"it has other values of {dim} than {first.name}"
             remedy = "give files of one grid"
             raise DataError(f"--source {file.location.url}: {reason}; {remedy}")
-    dates = fields.time.values
+    try:
+        return usable_dates(fields.time)
+    except DataError as error:
+        raise DataError(f"--source {file.location.url}: {error}") from error
+
+
+def usable_dates(time: xr.DataArray) -> np.ndarray:
+    """The dates of a time coordinate. DataError if they are of another calendar, or not sorted."""
+    dates = time.values
+    if dates.dtype.kind == "O":
+        remedy = "convert them, for example by xarray's convert_calendar"
+        raise DataError(f"its times are not of the usual calendar; {remedy}")
     if dates.dtype.kind != "M":
-        reason = f"its times are {dates.dtype}, no dates of the usual calendar"
         remedy = "mend the units of time"
-        raise DataError(f"--source {file.location.url}: {reason}; {remedy}")
+        raise DataError(f"its times are {dates.dtype}, no dates; {remedy}")
+    if (np.diff(dates) <= np.timedelta64(0)).any():
+        raise DataError("its times are not sorted; sort them in the file")
     return dates
 
 
@@ -212,10 +232,14 @@ def open_file(file: SourceFile, names: tuple[str, ...] | None) -> OpenFile:
         return find_fields(stored, names)
     # What xarray, h5py, scipy and obstore raise has no other base.
     except Exception as error:
-        reason = f"--source {file.location.url}: {first_line(error)}"
+        reason = first_line(error)
+        if (
+            "did not find a match in any" in reason
+        ):  # xarray's, with a list of its engines
+            reason = "this is no NetCDF file"
         if not isinstance(error, DataError):
-            reason += "; give NetCDF files of numbers"
-        raise DataError(reason) from error
+            reason += "; give whole NetCDF files of numbers"
+        raise DataError(f"--source {file.location.url}: {reason}") from error
 
 
 def open_bytes(location: Location):
@@ -241,12 +265,14 @@ def find_fields(stored: xr.Dataset, names: tuple[str, ...] | None) -> OpenFile:
     dataset = dataset.rename(find_dimensions(dataset))
     lone = [dim for dim, size in dataset.sizes.items() if size == 1]
     dataset = dataset.squeeze([dim for dim in lone if dim not in DIMENSIONS])
+    selected = describe_selection(dataset)
     dataset = dataset.reset_coords(drop=True)
     found = sorted(str(name) for name, field in dataset.items() if is_on_map(field))
     if not found or not set(found).issuperset(names or []):
-        listed = ", ".join(names or ["any field"])
+        listed = ", ".join(names or ["variable"])
         reason = f"no {listed} on time, latitude and longitude alone"
-        raise DataError(f"{reason}; it has {list_variables(stored)}")
+        remedy = "select one value of each other dimension, and a group, beforehand"
+        raise DataError(f"{reason}; it has {list_variables(stored)}; {remedy}")
     for name in found:
         check_values(dataset[name])
     fields = dataset[found]
@@ -260,8 +286,32 @@ def find_fields(stored: xr.Dataset, names: tuple[str, ...] | None) -> OpenFile:
     for field in fields.values():
         for key in LIMITS:  # of packed values, perhaps
             field.attrs.pop(key, None)
+        if selected:
+            field.attrs["selected"] = selected
     limits = {name: find_limits(stored.variables[name]) for name in found}
     return OpenFile(fields, limits, [note for note in notes if note])
+
+
+def describe_selection(dataset: xr.Dataset) -> str:
+    """The level, member or lead time that all values have, of those that are numbers."""
+    values = []
+    for name, coordinate in dataset.coords.items():
+        if coordinate.ndim == 0 and coordinate.dtype.kind in "iufm":
+            values.append(f"{name} {coordinate.values}")
+    return ", ".join(sorted(values))
+
+
+def require_same_attributes(
+    name: str, field: xr.DataArray, other: xr.DataArray
+) -> None:
+    """DataError if a field's numbers mean something else than another's."""
+    for key in ("units", "selected"):
+        here, there = field.attrs.get(key), other.attrs.get(key)
+        if here != there:
+            remedy = "give files that are alike, or convert them"
+            raise DataError(
+                f"{name} has {key} {here!r}, before it had {there!r}; {remedy}"
+            )
 
 
 def find_columns(fields: xr.Dataset) -> np.ndarray:

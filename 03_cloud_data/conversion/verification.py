@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from conversion.listing import Expected, count_objects, expect_chunks, find_missing
 from conversion.making import Making, list_unwritten
-from conversion.progress import REGIONS, load_small, region_name, sum_bytes
+from conversion.progress import REGIONS, SMALL, load_small, region_name, sum_bytes
 from conversion.reading_back import LOST, Damage, merge, read_region
 from conversion.statistics import FieldSums, MonthSums, group_name, sums_name
 from conversion.target import get, get_size, list_objects
@@ -33,6 +33,7 @@ def count_whole(making: Making) -> tuple[int, int]:
         if expected.prefix != REGIONS:
             objects += found
             size += length
+    require_none(making, find_unlisted(making))
     for name in load_small(making.store):
         length = get_size(making.store, name)
         if not length:
@@ -84,12 +85,19 @@ def find_lost(making: Making) -> Iterator[Damage]:
 
 def find_small(making: Making) -> Iterator[Damage]:
     """Metadata, coordinates and statistics that are not what was written."""
+    yield from find_unlisted(making)
     for name, checksum in load_small(making.store).items():
         found = get(making.store, name)
         if not found:
             yield Damage(name, LOST)
         elif sum_bytes(found) != checksum:
             yield Damage(name, "not what was written")
+
+
+def find_unlisted(making: Making) -> Iterator[Damage]:
+    """The list of these objects, if it lacks one."""
+    if not load_small(making.store).keys() >= making.skeleton.keys():
+        yield Damage(SMALL, LOST)
 
 
 def find_damage(making: Making, firsts: Iterable[int]) -> Iterator[Damage]:
