@@ -22,6 +22,7 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+from botocore.exceptions import BotoCoreError
 from dask.distributed import CancelledError, KilledWorker
 from filelock import FileLock
 from obstore.exceptions import BaseError
@@ -30,7 +31,7 @@ from obstore.store import ObjectStore
 from conversion.blocks import Pool, open_pool
 from conversion.finishing import choose_spans, describe, finish
 from conversion.making import Making, compare_source, list_unwritten, write_regions
-from conversion.metadata import make_skeleton, put_in_place
+from conversion.metadata import ROOT, make_skeleton, put_in_place
 from conversion.options import (
     SETTINGS,
     Options,
@@ -39,7 +40,7 @@ from conversion.options import (
     parse_options,
     require_same,
 )
-from conversion.progress import State, load_objects, load_state, save_objects
+from conversion.progress import REGIONS, State, load_objects, load_state, save_objects
 from conversion.sources import (
     Source,
     SourceFile,
@@ -49,17 +50,14 @@ from conversion.sources import (
     require_same_attributes,
 )
 from conversion.target import connect, discard, remove_partial
-from conversion.verification import (
-    count_whole,
-    find_damage,
-    find_lost,
-    require_none,
-    verify,
-)
+from conversion.verification import count_whole, find_damage, require_none, verify
 from errors import DataError, refuse
 from weather import make_files
 
 HERE = Path(__file__).parent
+# A full disk, no credentials, a bucket that refuses, a cluster whose workers have ended.
+FAILURES = (OSError, RuntimeError, BaseError, BotoCoreError)
+FAILURES += (KilledWorker, CancelledError)
 ABSENT = "nothing is there; make it first"
 
 
@@ -70,7 +68,7 @@ def main(argv: list[str] | None = None) -> dict:
     """
     began = perf_counter()
     options = parse_options(__doc__.splitlines()[0], argv)
-    # Of Zarr 3 they are no part yet, but all read them.
+    # The specification of Zarr 3 lacks consolidated metadata, but all readers use them.
     warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
     warnings.filterwarnings("ignore", "Object at .make_store is not recognized")
     place = f"--store {options.store}"
@@ -82,9 +80,8 @@ def main(argv: list[str] | None = None) -> dict:
     except DataError as error:
         reason = str(error)
         refuse(reason if reason.startswith("--") else f"{place}: {reason}")
-    except (OSError, RuntimeError, BaseError, KilledWorker, CancelledError) as error:
-        # A full disk, a bucket that refuses, a cluster whose workers have ended.
-        remedy = "mend that, the same command goes on"
+    except FAILURES as error:
+        remedy = "mend that; then the same command goes on"
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         refuse(f"{place}: not finished: {reason}; {remedy}")
     print(f"  {perf_counter() - began:.0f} s")
@@ -95,7 +92,7 @@ def lock(options: Options) -> AbstractContextManager:
     """Lets a second command that writes to the same folder wait."""
     if "://" in options.store:
         return nullcontext()
-    path = Path(options.store).absolute()
+    path = Path(options.store).resolve()
     if not path.exists() and (options.append or options.verify or options.repair):
         raise DataError(ABSENT)
     if options.verify:
@@ -151,7 +148,8 @@ def make(
         state = State(settings, [identity], [0], len(source.dates), [])
         skeleton = make_skeleton(source.fields, source.dates, layout)
         making = Making(options.target, store, pool, layout, state, skeleton)
-        choose_spans(making.dataset.time, [], options.train_times)  # before all else
+        if options.train_times:  # are they there? Before anything is written
+            choose_spans(making.dataset.time, [], options.train_times)
         save_objects(store, state.skeleton, skeleton)
         making = making.record()
     state = making.state
@@ -241,9 +239,7 @@ def repair(making: Making, options: Options) -> dict:
     firsts = set()
     for one in damaged:
         print(f"damaged: {one.describe(making.dates)}")
-        if one.times is None:
-            discard(making.store, one.object)
-        else:
+        if one.times is not None:
             firsts.add(making.layout.first_of(one.times.start))
     completed = making.state.starts[-1]
     if not making.state.whole and completed and options.source:
@@ -251,9 +247,16 @@ def repair(making: Making, options: Options) -> dict:
     if firsts:
         files = list_sources(options)
         require_files(making, files, sorted(firsts))
+        are_records_lost = any(one.object.startswith(REGIONS) for one in damaged)
+        if are_records_lost and identify(files) not in making.state.files:
+            reason = f"a file in {REGIONS} is lost, so nobody knows other files' values"
+            raise DataError(f"{reason}; give the very files that were converted")
         source = open_sources(options, making.state.settings, files)
         write_regions(making, source, sorted(firsts), 0)
         require_none(making, find_damage(making, sorted(firsts)))
+    for one in damaged:  # what there is of them, others do not replace
+        if one.object in ROOT:
+            discard(making.store, one.object)
     print(f"repaired: {len(damaged)} objects")
     if not making.state.whole:
         return {"store": options.store}
@@ -287,13 +290,12 @@ def open_sources(options: Options, settings: dict, files: list[SourceFile]) -> S
 
 
 def fill(making: Making, source: Source) -> None:
-    """Write the regions that the store lacks, and require that all chunks are there."""
+    """Write the regions that the store lacks."""
     remove_partial(making.location)
     kept = making.state.starts[-1]
     if not kept:  # else readers go by what is there
         put_in_place(making.store, making.skeleton)
     write_regions(making, source, list_unwritten(making), kept)
-    require_none(making, find_lost(making))
 
 
 def complete(making: Making, options: Options) -> dict:

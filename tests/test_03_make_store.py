@@ -36,7 +36,7 @@ GROUP = f"statistics/{U}_{V}_1982_1989"
 HOUR = np.timedelta64(1, "h")
 OURS = ".make_store/"  # the folder of what is known of a store
 MODULES = "make_store weather climatology"
-OF_CONVERSION = "making blocks verification options"
+OF_CONVERSION = "making blocks target verification options"
 LOCAL = {"protocol": "tcp://", "host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
 thorough = pytest.mark.thorough
 
@@ -186,6 +186,7 @@ def test_figures_count_what_is_stored_and_a_whole_store_is_not_read(
 def test_statistics_are_those_that_training_computes_in_memory(make, modules, tmp_path: Path) -> None:
     navy = xr.load_dataset(NAVY).isel(latitude=slice(None, None, 2), longitude=slice(None, None, 2))
     navy["eastward_wind"][:, 3:5, 7] = np.nan  # masked, by one variable
+    navy["northward_wind"] += 5000  # in single precision its squares would tell nothing of its spread
     navy.to_netcdf(tmp_path / "masked.nc")
     make("--source", tmp_path / "masked.nc", "--store", tmp_path / "store")
     training = navy.sel(time=slice("1982", "1989"))
@@ -303,6 +304,19 @@ def test_killed_while_it_verifies_it_goes_on_with_what_is_left(
     assert content(store, ours=True) == content(whole["v3"], ours=True)
 
 
+def test_a_map_that_is_not_what_was_written_ends_the_making(
+    here, modules, refused, tmp_path, monkeypatch
+) -> None:
+    """Also at times that are not trained on; and also if it was encoded wrongly, so that its object is whole."""
+    flags = [*SMALL, "--train-times", 1982, 1983, "--store", tmp_path / "store"]
+    kill_at("sums/", 0, here, *flags)
+    flip(tmp_path / "store" / U / "c/20/0/0")
+    assert f"damaged: {U}/c/20/0/0: not what was written" in refused(*flags)
+    encode = modules.target.Target.encode
+    monkeypatch.setattr(modules.target.Target, "encode", lambda self, *a: encode(self, *a[:2], a[2].round(3)))
+    assert "decoded to other values" in refused(*flags[:-1], tmp_path / "rounded")
+
+
 @thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(layout, here, make, whole, tmp_path: Path) -> None:
@@ -353,7 +367,8 @@ def test_what_is_appended_is_what_is_made_at_once(cut: str, make, files, tmp_pat
 @pytest.mark.parametrize(
     "moments",
     [
-        "regions/:0 regions/:1 statistics/:1",
+        "regions/:0",
+        "regions/:1 statistics/:1",
         pytest.param(f"{U}/:1 sums/:1 {V}/c:1 zarr.json:1", marks=thorough),
     ],
 )
@@ -374,6 +389,10 @@ def test_killed_in_an_append_it_goes_on_and_readers_see_the_old_extent(
             flip(store / U / "c/2/0/0")
             assert f"{U}/c/2/0/0: " in refused(*more)
             make("--repair", "--source", files / "*.nc", "--store", store)
+    (later := xr.load_dataset(files / "winds_1987.nc"))[U][0] += 1
+    later.to_netcdf(tmp_path / "edited.nc")
+    edited = [tmp_path / "edited.nc", *years(files, *SECOND[1:])]
+    assert "these have other values" in refused("--append", "--source", *edited, "--store", store)
     kill_at("time/c/0", 0, here, *more)
     with pytest.raises(ValueError):  # between two requests: an error, and no wrong value
         xr.open_zarr(store)
@@ -394,6 +413,12 @@ def test_what_cannot_be_appended_is_refused(make, files, whole, tmp_path: Path, 
     assert f"no {U}, {V} on" in append("--source", tmp_path / "one.nc")
     assert "--chunk 1 4 4: the store was begun with" in append("--source", NAVY, "--chunk", 1, 4, 4)
     assert "needs --source" in append()
+    assert content(store, ours=True) == before
+    later.to_netcdf(tmp_path / "good.nc")
+    for chunk in ("c/2/0/0", "c/23/0/0"):  # lost, or damaged in the region that is completed
+        flip(store / U / chunk) if "23" in chunk else (store / U / chunk).unlink()
+        assert f"damaged: {U}/{chunk}" in append("--source", tmp_path / "good.nc")
+        (store / U / chunk).write_bytes(before[f"{U}/{chunk}"])
     assert content(store, ours=True) == before
     other = refused("--append", "--source", NAVY, "--store", tmp_path / "none")
     assert f"--store {tmp_path}/none: nothing is there; make it first" in other
@@ -568,6 +593,11 @@ def without_first_time(part: xr.Dataset) -> xr.Dataset:
     return part.assign_coords(time=[np.datetime64("NaT", "ns"), *part.time.values[1:]])
 
 
+def in_km_per_hour(part: xr.Dataset) -> xr.Dataset:
+    part["northward_wind"].attrs["units"] = "km h-1"
+    return part
+
+
 IN_METRES = {"units": "m", "standard_name": "latitude"}
 BAD_FILES = {
     "grid": (lambda part: part.isel(latitude=slice(1, None)), "c.nc: it has other values of latitude than"),
@@ -583,10 +613,7 @@ BAD_FILES = {
         lambda part: part.convert_calendar("noleap"),
         "c.nc: its times are not of the usual calendar",
     ),
-    "units": (
-        lambda part: part.map(lambda wind: wind.assign_attrs(units="km h-1")),
-        "units 'km h-1', before it had",
-    ),
+    "units": (in_km_per_hour, "units 'km h-1', before it had"),
     "level": (lambda part: part.expand_dims(level=[850]), "c.nc: eastward_wind has selected 'level 850'"),
     "backwards": (lambda part: part.isel(time=slice(None, None, -1)), "c.nc: its times are not sorted"),
     "a variable less": (lambda part: part[["eastward_wind"]], "c.nc: it has other variables"),
@@ -744,17 +771,18 @@ def meet_in_read_region(target, name: str, first: int, months):
     return CALLED["read_region"](target, name, first, months)
 
 
-def test_four_workers_have_four_tasks_at_once(make, modules, whole, tmp_path: Path, monkeypatch) -> None:
+def test_four_workers_have_four_tasks_at_once(make, modules, tmp_path: Path, monkeypatch) -> None:
     """While they write and while they verify: all wait for each other, and the bytes are the same."""
     TOGETHER.reset()
+    flags = [*SMALL[:-1], 4]  # six regions, of four blocks each
+    make(*flags, "--store", tmp_path / "threads")
     monkeypatch.setattr(modules.blocks, "Client", partial(Client, processes=False, **LOCAL))
     CALLED.update(write_block=modules.making.write_block, read_region=modules.verification.read_region)
     monkeypatch.setattr(modules.making, "write_block", meet_in_write_block)
     monkeypatch.setattr(modules.verification, "read_region", meet_in_read_region)
-    flags = [*SMALL[:-1], 4]  # six regions, of four blocks each
     make(*flags, "--store", tmp_path / "store", "--workers", 4)
     assert not TOGETHER.broken
-    assert content(tmp_path / "store") == content(whole["v3"])
+    assert content(tmp_path / "store") == content(tmp_path / "threads")
 
 
 def test_no_more_tasks_are_under_way_than_twice_the_threads(modules) -> None:

@@ -20,7 +20,7 @@ from conversion.progress import Checksums, Record, sum_bytes, sum_maps
 from conversion.reading_back import read_maps
 from conversion.sources import Part, read_parts
 from conversion.target import Target, connect, put_all
-from errors import DataError
+from errors import DataError, first_line
 
 CHAPTER = Path(__file__).parent.parent
 
@@ -64,7 +64,7 @@ class Pool:
 def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
     """Threads of this process, or so many processes of Dask, or a cluster that is running.
 
-    Each thread holds one block, so that together they hold a region at most.
+    DataError if the cluster cannot be reached.
     """
     if not workers and not scheduler:
         number = min(CPU_COUNT, BLOCKS)
@@ -75,7 +75,12 @@ def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
     if not scheduler:
         how = {"n_workers": workers, "threads_per_worker": 1}
         how["dashboard_address"] = "127.0.0.1:0"
-    with Client(**how) as client:
+    try:
+        client = Client(**how)
+    except (OSError, ValueError) as error:
+        reason = f"{first_line(error)}; give tcp://HOST:PORT of one that runs"
+        raise DataError(f"--scheduler {scheduler}: {reason}") from error
+    with client:
         print(f"dashboard: {client.dashboard_link}", flush=True)
         send_modules(client)
         with client.get_executor(pure=False) as executor:
@@ -84,7 +89,8 @@ def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
 
 def send_modules(client: Client) -> None:
     """Give the workers the modules of this chapter, unless they find them by themselves."""
-    if all(client.run(find_spec, "conversion").values()):
+    found = client.run(find_spec, "conversion").values()
+    if found and all(found):  # there may be no worker yet
         return
     archive = BytesIO()
     with ZipFile(archive, "w") as file:

@@ -60,7 +60,11 @@ def choose_encoding(dataset: xr.Dataset, layout: Layout) -> dict[str, dict]:
     for name, coordinate in dataset.coords.items():
         encoding[name] = packing | {"chunks": coordinate.shape}
     for name, field in dataset.data_vars.items():
-        chunks = tuple(map(min, layout.chunk, field.shape))
+        times, *cells = layout.chunk
+        chunks = (
+            times,
+            *map(min, cells, field.shape[1:]),
+        )  # an append may need all times
         encoding[name] = packing | missing | {"chunks": chunks}
         if layout.shard_times:
             shard = [layout.shard_times]

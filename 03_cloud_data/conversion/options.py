@@ -156,6 +156,10 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
         refuse(f"{' '.join(tasks)}: give one of them")
     if args.append and not args.source:
         refuse("--append: needs --source; give the files whose times are added")
+    if args.workers and args.scheduler:
+        refuse("--workers, --scheduler: give one of them")
+    if args.variables:
+        args.variables = sorted(set(args.variables))
     options = Options(**vars(args))
     if not tasks:
         make_settings(options, SETTINGS)  # which refuses what cannot be
@@ -166,7 +170,8 @@ def check_places(args: argparse.Namespace) -> None:
     """Refuse places that cannot be, or that hold a secret."""
     check_secrets(args, "store", "endpoint", "source_endpoint")
     for url in args.source or []:
-        if may_hold_secret(url):
+        is_pattern = url.startswith(("s3://", "gs://", "az://")) and "@" not in url
+        if may_hold_secret(url) and not is_pattern:
             remedy = "give credentials in the environment, or copy the file first"
             refuse(
                 f"--source: it may hold credentials, which errors would show; {remedy}"

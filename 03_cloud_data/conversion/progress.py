@@ -7,7 +7,6 @@ import json
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from io import BytesIO
-from zipfile import BadZipFile
 
 import numpy as np
 import obstore
@@ -22,6 +21,7 @@ REGIONS = f"{FOLDER}/regions"
 SMALL = f"{FOLDER}/small.json"
 SKELETON = f"{FOLDER}/skeleton_"
 MAKE_ANEW = "remove the store and make it anew, or give another --store"
+CHECKSUM = 16  # hexadecimal digits
 
 Checksums = dict[str, list[str]]  # by field
 
@@ -58,7 +58,7 @@ def sum_maps(values: np.ndarray) -> list[str]:
 
 def sum_bytes(content: bytes | np.ndarray) -> str:
     """A checksum."""
-    return sha256(content).hexdigest()[:16]
+    return sha256(content).hexdigest()[:CHECKSUM]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class State:
     @property
     def skeleton(self) -> str:
         """The object that keeps all metadata and coordinates of so many times."""
-        return f"{SKELETON}{self.times}.npz"
+        return f"{SKELETON}{self.times}"
 
 
 def load_state(store: ObjectStore) -> State | None:
@@ -168,19 +168,18 @@ def load_objects(store: ObjectStore, name: str) -> Objects:
 
 
 def save_arrays(store: ObjectStore, name: str, arrays: dict[str, np.ndarray]) -> None:
-    """Keep several arrays in one object."""
+    """Keep several arrays in one object, behind its own checksum."""
     file = BytesIO()
     np.savez(file, **arrays)
-    put(store, name, file.getvalue())
+    content = file.getvalue()
+    put(store, name, sum_bytes(content).encode() + content)
 
 
 def load_arrays(store: ObjectStore, name: str) -> dict[str, np.ndarray] | None:
     """What save_arrays has kept; None if it is not there, or damaged."""
-    found = get(store, name)
-    if found is None:
+    found = get(store, name) or b""
+    content = found[CHECKSUM:]
+    if not content or sum_bytes(content).encode() != found[:CHECKSUM]:
         return None
-    try:
-        with np.load(BytesIO(found)) as arrays:
-            return dict(arrays)
-    except (OSError, EOFError, ValueError, KeyError, BadZipFile):
-        return None
+    with np.load(BytesIO(content)) as arrays:
+        return dict(arrays)

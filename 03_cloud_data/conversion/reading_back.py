@@ -7,7 +7,7 @@ import numpy as np
 from obstore.store import ObjectStore
 
 from conversion.progress import load_region, region_name, sum_bytes, sum_maps
-from conversion.statistics import MonthSums, RegionSums
+from conversion.statistics import RegionSums
 from conversion.target import Target, connect, get_all
 from errors import DataError, first_line
 
@@ -88,7 +88,7 @@ def read_maps(
 
 def read_region(
     target: Target, name: str, first: int, months: np.ndarray
-) -> tuple[list[Damage], list[MonthSums]]:
+) -> tuple[list[Damage], RegionSums]:
     """Read a region of a field again, and add up its training times by month.
 
     `months` are those of its times, 0 to 11, or -1 for times that are not trained on.
@@ -97,9 +97,11 @@ def read_region(
     store = connect(target.location)
     region = target.layout.region(first, target.times)
     record = load_region(store, first)
-    if len(record.maps.get(name, [])) != region.stop - region.start:
-        return [Damage(region_name(first), "cannot be read", times=region)], []
     sums = RegionSums()
+    objects = target.object_names(name, region)
+    lengths = [len(kind.get(name, [])) for kind in (record.maps, record.objects)]
+    if lengths != [region.stop - region.start, len(objects)]:
+        return [Damage(region_name(first), "cannot be read", times=region)], sums
     damaged = []
     for block in target.layout.blocks(region):
         known = record.cut(target, first, block)
@@ -116,7 +118,7 @@ def read_region(
         for month, each in zip(months[block.start - first :], values):
             if month >= 0:
                 sums.add(int(month), each)
-    return damaged, sums.in_order()
+    return damaged, sums
 
 
 def merge(damaged: Iterable[Damage]) -> list[Damage]:

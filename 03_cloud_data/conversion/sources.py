@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import obstore
 import xarray as xr
+from botocore.exceptions import BotoCoreError
 from obstore.exceptions import BaseError
 from obstore.fsspec import FsspecStore
 from obstore.store import from_url
@@ -64,7 +66,7 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class Source:
-    """Many files as one dataset. `coordinates` have all times, and the fields' attributes."""
+    """Many files as one dataset."""
 
     files: list[SourceFile]  # in the order of their times
     starts: np.ndarray  # (files + 1,), the first time of each, and the number of all
@@ -76,10 +78,12 @@ class Source:
         first = int(np.searchsorted(self.dates, dates[0])) if len(dates) else 0
         stop = first + len(dates)
         if not np.array_equal(self.dates[first:stop], dates):
-            lacking = np.setdiff1d(dates, self.dates)
+            lacking = len(np.setdiff1d(dates, self.dates))
             span = f"{str(dates[0])[:16]} to {str(dates[-1])[:16]}"
-            reason = f"the files lack {len(lacking)} of the times {span}"
-            raise DataError(f"--source: {reason}; give all files that hold them")
+            reason = f"the files lack {lacking} of the times {span}"
+            if not lacking:
+                reason = f"the files have other times within {span}"
+            raise DataError(f"--source: {reason}; give the files of these times alone")
         parts = []
         for file, start, end in zip(self.files, self.starts, self.starts[1:]):
             if start < stop and first < end:
@@ -101,7 +105,7 @@ def list_files(locations: list[Location]) -> list[SourceFile]:
         try:
             is_remote = "://" in location.url
             found = list_remote(location) if is_remote else list_local(location)
-        except (OSError, BaseError) as error:
+        except (OSError, ValueError, BaseError, BotoCoreError) as error:
             raise DataError(f"--source {location.url}: {first_line(error)}") from error
         if not found:
             reason = "no such files; give paths, URLs, or a pattern in quotes"
@@ -134,10 +138,9 @@ def list_remote(location: Location) -> list[SourceFile]:
         raise DataError(f"--source {location.url}: {reason}")
     else:
         folders = path.split("/")[:-1]
-        plain = [folder for folder in folders if not WILD & set(folder)]
-        prefix = "/".join(plain) if plain == folders[: len(plain)] else plain[0]
+        plain = takewhile(lambda folder: not WILD & set(folder), folders)
         found = []
-        for page in obstore.list(store, prefix):
+        for page in obstore.list(store, "/".join(plain)):
             found += [one for one in page if is_like(one["path"], path)]
     files = []
     for one in sorted(found, key=lambda one: one["path"]):
@@ -154,7 +157,10 @@ def is_like(path: str, pattern: str) -> bool:
 def split_url(url: str) -> tuple[str, str]:
     """The bucket or server, and the path in it."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}", unquote(parts.path).lstrip("/")
+    path = unquote(parts.path)
+    if parts.query:  # a wildcard: check_places refuses it elsewhere
+        path += f"?{parts.query}"
+    return f"{parts.scheme}://{parts.netloc}", path.lstrip("/")
 
 
 def open_source(files: list[SourceFile], variables: list[str] | None) -> Source:
@@ -163,7 +169,7 @@ def open_source(files: list[SourceFile], variables: list[str] | None) -> Source:
     DataError if a file cannot be opened or has no such field, if two files differ in their
     variables or their grid, or if times repeat.
     """
-    names = tuple(variables) if variables else None
+    names = tuple(sorted(set(variables))) if variables else None
     first = open_file(files[0], names)
     with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
         found = threads.map(partial(read_dates, names, files[0]), files)
@@ -230,12 +236,9 @@ def open_file(file: SourceFile, names: tuple[str, ...] | None) -> OpenFile:
         content = open_bytes(file.location)
         stored = xr.open_dataset(content, decode_cf=False, cache=False)
         return find_fields(stored, names)
-    # What xarray, h5py, scipy and obstore raise has no other base.
-    except Exception as error:
+    except Exception as error:  # of xarray, h5py, scipy or obstore
         reason = first_line(error)
-        if (
-            "did not find a match in any" in reason
-        ):  # xarray's, with a list of its engines
+        if "did not find a match in any" in reason:  # of xarray's engines
             reason = "this is no NetCDF file"
         if not isinstance(error, DataError):
             reason += "; give whole NetCDF files of numbers"
@@ -256,8 +259,8 @@ def find_fields(stored: xr.Dataset, names: tuple[str, ...] | None) -> OpenFile:
     """The fields of an open file, on time, latitude and longitude as they are sorted there.
 
     DataError if there are none, if one that is named is not there, or if a coordinate has
-    places twice, missing values, or units that are not degrees. Columns that lie once
-    around from the first are left out.
+    places twice, missing values, or units that are not degrees. Columns that repeat others,
+    360 degrees away, are left out.
     """
     wanted = list(names or [str(name) for name in stored.data_vars])
     dataset = decode(stored, wanted)
@@ -306,12 +309,11 @@ def require_same_attributes(
 ) -> None:
     """DataError if a field's numbers mean something else than another's."""
     for key in ("units", "selected"):
-        here, there = field.attrs.get(key), other.attrs.get(key)
+        here = field.attrs.get(key)
+        there = other.attrs.get(key)
         if here != there:
-            remedy = "give files that are alike, or convert them"
-            raise DataError(
-                f"{name} has {key} {here!r}, before it had {there!r}; {remedy}"
-            )
+            reason = f"{name} has {key} {here!r}, before it had {there!r}"
+            raise DataError(f"{reason}; give files that are alike, or convert them")
 
 
 def find_columns(fields: xr.Dataset) -> np.ndarray:

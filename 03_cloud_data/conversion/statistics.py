@@ -14,10 +14,8 @@ from conversion.progress import FOLDER, load_arrays, save_arrays
 class MonthSums(NamedTuple):
     """What a region adds to a month, each (latitude, longitude)."""
 
-    month: int  # 0 to 11
     count: np.ndarray  # of values that are present
     total: np.ndarray
-    squares: np.ndarray
 
 
 class RegionSums:
@@ -25,23 +23,19 @@ class RegionSums:
 
     def __init__(self) -> None:
         self.months: dict[int, MonthSums] = {}
+        self.squares: np.ndarray | float = 0.0  # (latitude, longitude)
 
     def add(self, month: int, values: np.ndarray) -> None:
         """Add a map, (latitude, longitude)."""
         if month not in self.months:
-            zeros = np.zeros(values.shape)
             count = np.zeros(values.shape, "int32")
-            self.months[month] = MonthSums(month, count, zeros, zeros.copy())
+            self.months[month] = MonthSums(count, np.zeros(values.shape))
         sums = self.months[month]
         present = ~np.isnan(values)
         seen = np.where(present, values, 0).astype("float64")
         sums.count[...] += present
         sums.total[...] += seen
-        sums.squares[...] += seen**2
-
-    def in_order(self) -> list[MonthSums]:
-        """By month."""
-        return [self.months[month] for month in sorted(self.months)]
+        self.squares = self.squares + seen**2
 
 
 @dataclass
@@ -74,12 +68,12 @@ class FieldSums:
         """Keep the sums under a name."""
         save_arrays(store, name, vars(self))
 
-    def add(self, months: list[MonthSums]) -> None:
+    def add(self, region: RegionSums) -> None:
         """Add a region."""
-        for sums in months:
-            self.count[sums.month] += sums.count
-            self.total[sums.month] += sums.total
-            self.squares += sums.squares
+        for month, sums in region.months.items():
+            self.count[month] += sums.count
+            self.total[month] += sums.total
+        self.squares += region.squares
 
 
 def group_name(fields: list[str], span: list[str] | None) -> str:
@@ -92,7 +86,7 @@ def group_name(fields: list[str], span: list[str] | None) -> str:
 
 def sums_name(group: str, field: str) -> str:
     """The object that keeps a field's sums, for the statistics of a group."""
-    return f"{FOLDER}/sums/{group}/{field}.npz"
+    return f"{FOLDER}/sums/{group}/{field}"
 
 
 def average(
@@ -113,7 +107,7 @@ def average(
     valid = counts.any(axis=1).all(axis=0)
     number = counts[:, :, valid].sum(axis=(1, 2))
     variance = spread[:, valid].sum(axis=1) / number
-    std = np.sqrt(variance)
+    std = np.sqrt(variance.clip(0))  # by rounding it may be below
     grid = {dim: coordinates[dim] for dim in ("latitude", "longitude")}
     statistics = xr.Dataset(coords={"month": range(1, 13)} | grid)
     for name, mean, deviation in zip(sums, means, std):

@@ -16,6 +16,7 @@ from zarr import storage
 from zarr.core.buffer import default_buffer_prototype
 
 from conversion.layout import Layout
+from errors import DataError, first_line
 from location import Location, client_options
 
 PAGE = 1000  # objects of a listing that are in memory at once
@@ -83,8 +84,17 @@ def to_buffers(objects: Objects) -> dict:
 def connect(location: Location) -> ObjectStore:
     """A local folder, or what is behind a URL, with credentials from the usual places."""
     if "://" in location.url:
-        return from_url(location.url, **client_options(location))
+        try:
+            return from_url(location.url, **client_options(location))
+        except ValueError as error:  # boto3's, without credentials, and obstore's
+            raise DataError(explain_client(error)) from error
     return LocalStore(location.url, mkdir=True, automatic_cleanup=True)
+
+
+def explain_client(error: ValueError) -> str:
+    """Why there is no client, and what to do."""
+    remedy = "check the URL, and the credentials in the environment or ~/.aws"
+    return f"{first_line(error)}; {remedy}"
 
 
 def get(store: ObjectStore, name: str) -> bytes | None:

@@ -10,7 +10,7 @@ from conversion.listing import Expected, count_objects, expect_chunks, find_miss
 from conversion.making import Making, list_unwritten
 from conversion.progress import REGIONS, SMALL, load_small, region_name, sum_bytes
 from conversion.reading_back import LOST, Damage, merge, read_region
-from conversion.statistics import FieldSums, MonthSums, group_name, sums_name
+from conversion.statistics import FieldSums, RegionSums, group_name, sums_name
 from conversion.target import get, get_size, list_objects
 from errors import DataError
 from fields import split_times
@@ -45,11 +45,13 @@ def count_whole(making: Making) -> tuple[int, int]:
 
 def require_none(making: Making, damaged: Iterable[Damage]) -> None:
     """DataError that names the first of what is damaged, if anything is, and the remedy."""
-    found = merge(damaged)
-    if found:
-        reason = f"damaged: {found[0].describe(making.dates)}"
+    found = iter(damaged)
+    first = next(found, None)
+    if first is not None:
+        count = 1 + sum(1 for _ in found)
+        reason = f"damaged: {first.describe(making.dates)}"
         remedy = "give --repair, and the same sources"
-        raise DataError(f"{reason} ({len(found)} objects in all); {remedy}")
+        raise DataError(f"{reason} ({count} objects in all); {remedy}")
 
 
 def expect_all(making: Making) -> Iterator[tuple[Expected, int]]:
@@ -115,11 +117,17 @@ def find_damage(making: Making, firsts: Iterable[int]) -> Iterator[Damage]:
 def verify(making: Making) -> list[Damage]:
     """All that is damaged in a store; everything is listed, and read.
 
-    Of a store that is not finished, the regions that are recorded are read.
+    Of a store that is not finished, the regions that must be whole are read.
     """
     if not making.state.whole:
+        appended = making.state.starts[-1]
         unwritten = list_unwritten(making)
-        return merge(find_damage(making, set(making.regions) - set(unwritten)))
+        written = []
+        for first in making.regions:
+            end = making.layout.region(first, making.state.times).stop
+            if end <= appended or first not in unwritten:
+                written.append(first)
+        return merge(find_damage(making, written))
     damaged = [*find_lost(making), *find_small(making)]
     damaged += find_damage(making, making.regions)
     return merge(damaged)
@@ -162,7 +170,7 @@ def read_field(
         if not is_verified or (here >= 0).any():
             tasks.append((making.target, name, first, here))
     due = sums.regions + max(LEAST_REGIONS, whole // SAVES)
-    last: list[MonthSums] = []  # of a region that an append will fill
+    last = RegionSums()  # of a region that an append will fill
     bar = {"desc": f"verified: {name}", "total": len(making.regions), "disable": None}
     with tqdm(**bar, initial=len(making.regions) - len(tasks)) as progress:
         for (*_, first, _), (damaged, found) in making.pool.run(read_region, tasks):

@@ -46,6 +46,10 @@ STORED = {  # type, what stands there for no value, attributes, and those that x
     "a whole scale": ("int16", -9, {"scale_factor": 2}, -9),
     "two missing values": ("float32", 1e20, {"missing_value": 1e20}, -9.0),
     "netCDF's own fill": ("int16", -32767, {"scale_factor": 0.1}, None),
+    "netCDF's own fill, and a range": ("int16", -32767, {"scale_factor": 0.5, "valid_max": 1e3}, None),
+    "netCDF's own fill, and a scale below 0": ("int16", -32767, {"scale_factor": -0.5}, None),
+    "netCDF's own fill, and a missing value": ("int16", -32767, {"missing_value": -9}, None),
+    "netCDF's own fill of unsigned numbers": ("uint16", 65535, {"scale_factor": 0.5}, None),
     "another fill than netCDF's": ("int16", None, {}, -1),
     "a range left over from packed values": ("float32", None, {"valid_range": [0, 250]}, None),
 }
