@@ -29,6 +29,7 @@ from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 
 from conversion.blocks import Pool, open_pool
+from conversion.files import SourceFile, identify, list_files
 from conversion.finishing import choose_spans, describe, finish
 from conversion.making import Making, compare_source, list_unwritten, write_regions
 from conversion.metadata import ROOT, make_skeleton, put_in_place
@@ -41,14 +42,7 @@ from conversion.options import (
     require_same,
 )
 from conversion.progress import REGIONS, State, load_objects, load_state, save_objects
-from conversion.sources import (
-    Source,
-    SourceFile,
-    identify,
-    list_files,
-    open_source,
-    require_same_attributes,
-)
+from conversion.sources import Source, open_source, require_same_attributes
 from conversion.target import connect, discard, remove_partial
 from conversion.verification import count_whole, find_damage, require_none, verify
 from errors import DataError, refuse

@@ -30,7 +30,7 @@ from probing.replay import Replay, draw_regions, replay
 from probing.wire import Wire, measure_wire
 from store import FieldReader
 
-BATCHES = 5  # that are read out of the store as it is
+BATCHES = 3  # that are read out of the store as it is
 MILLION = 1_000_000
 
 

@@ -19,7 +19,7 @@ import warnings
 from command_line import KNOWN_WARNINGS
 from results import RESULTS, parse_studies, save_rows
 from studies.costs import patterns, server_alone
-from studies.shapes import shapes
+from studies.shapes import latency, shapes
 from studies.starts import start_methods
 from studies.stores import LAYOUTS, QUICK, SIZE, make_stores
 from studies.timeline import plot_timeline, timeline
@@ -33,9 +33,10 @@ STUDIES = {
     "timeline": timeline,
     "server": server_alone,
     "patterns": patterns,
+    "latency": latency,
     "shapes": shapes,
 }
-OF_THEIR_OWN = ("command", "making", "shapes")  # which need none of LAYOUTS
+OF_THEIR_OWN = ("command", "making", "latency", "shapes")  # which need none of LAYOUTS
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[dict]]:

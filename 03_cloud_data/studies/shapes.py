@@ -1,12 +1,18 @@
 """Which chunks probe.py advises, beside what stores of such chunks give."""
 
+import socket
+from collections.abc import Iterable
+from statistics import median
+from time import perf_counter
+from urllib.parse import quote, urlsplit
+
 from tqdm import tqdm
 
 import probe
 from location import Location
 from options import VARIABLES
 from probing.replay import replay
-from probing.wire import measure_wire
+from probing.wire import Part, find_chunks, measure_wire
 from results import spread
 from store import FieldReader
 from studies.server import Server, serve
@@ -14,9 +20,17 @@ from studies.stores import SIZE, full_or_quick, run_make_store, store_key, store
 
 LATENCIES = (5, 30, 100)  # ms to the first byte
 PATCHES = (64, 256)
-SIDES = (32, 64, 128, 256, 512, 0)  # of chunks; 0: the whole map
+SIDES = (
+    32,
+    64,
+    128,
+    256,
+    512,
+    0,
+)  # of chunks, none below a quarter of the patch; 0: the map
 PROBED = 128  # whose store is probed
 DAYS = 24
+GETS = 128  # of a socket
 
 
 def shapes(repeats: int) -> list[dict]:
@@ -28,9 +42,51 @@ def shapes(repeats: int) -> list[dict]:
     for latency in full_or_quick(LATENCIES, (5,)):
         with serve(latency) as server:
             for patch in full_or_quick(PATCHES, (SIZE["patch"],)):
-                found = compare(server, patch, sides, repeats)
+                fitting = [side for side in sides if not 0 < side < patch / 4]
+                found = compare(server, patch, fitting, repeats)
                 rows += [{"latency_ms": latency, "patch": patch} | row for row in found]
     return rows
+
+
+def latency(repeats: int) -> list[dict]:
+    """A row for each latency of the server: as probe.py finds it, and as a socket sees it."""
+    side = full_or_quick(PROBED, 8)
+    make_one(side)
+    rows = []
+    for set_to in full_or_quick(LATENCIES, (5,)):
+        with serve(set_to) as server:
+            reader = open_reader(server, side)
+            client = probe.connect(reader.location)
+            found = []
+            plain = []
+            for _ in range(repeats):
+                wire = measure_wire(client, reader)
+                found.append(1e3 * wire.latency)
+                parts = find_chunks(client, reader, GETS)
+                plain.append(1e3 * median(time_plain_gets(server, side, parts)))
+        row = {"set_to_ms": set_to, "socket_ms": spread(plain)}
+        rows.append(row | {"probe_ms": spread(found)})
+    return rows
+
+
+def time_plain_gets(server: Server, side: int, parts: Iterable[Part]) -> list[float]:
+    """Seconds to the first byte of each chunk, by HTTP written into a socket."""
+    url = urlsplit(server.address)
+    seconds = []
+    with socket.create_connection((url.hostname, url.port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        answer = connection.makefile("rb")
+        for part in parts:
+            path = quote(f"/{store_key(name_of(side))}/{part.key}")
+            request = f"GET {path} HTTP/1.1\r\nHost: any\r\nRange: bytes=0-0\r\n\r\n"
+            began = perf_counter()
+            connection.sendall(request.encode())
+            answer.peek(1)
+            seconds.append(perf_counter() - began)
+            while answer.readline().strip():  # the headers, up to an empty line
+                pass
+            answer.read(1)
+    return seconds
 
 
 def make_one(side: int) -> None:

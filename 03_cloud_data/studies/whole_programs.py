@@ -10,6 +10,7 @@ from time import perf_counter
 
 from tqdm import tqdm
 
+from conversion.progress import FOLDER
 from demo_store import CLOUD
 from studies.stores import full_or_quick
 
@@ -47,7 +48,8 @@ def make_once(level: int, flags: list[str]) -> dict:
         )
         seconds = perf_counter() - began
         after = os.times()
-        sizes = [path.stat().st_size for path in store.rglob("*") if path.is_file()]
+        files = [path for path in store.rglob("*") if path.is_file()]
+        sizes = [path.stat().st_size for path in files if FOLDER not in path.parts]
     user = after.children_user - before.children_user
     system = after.children_system - before.children_system
     return {
