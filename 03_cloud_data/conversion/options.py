@@ -63,10 +63,15 @@ class SourceOptions:
         None, "if not given, all on time, latitude and longitude alone"
     )
     days: int | None = option(
-        None, f"to make up, spread over the {DAYS} of 1982 to 1992", below=DAYS + 1
+        None,
+        f"to make up, spread over the {DAYS} of 1982 to 1992; if not given, 396",
+        below=DAYS + 1,
     )
     resolution: float | None = option(
-        None, "of the made-up winds, in degrees that divide 180", least=0, below=61
+        None,
+        "of the made-up winds, in degrees that divide 180; if not given, 1",
+        least=0,
+        below=61,
     )
     train_times: list[str] | None = option(
         None,
@@ -79,9 +84,11 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """How it is cut and compressed."""
+    """How it is cut and compressed; what is not given is the store's, if it has been begun."""
 
-    patch_size: int | None = option(None, "cells along a side of what will be read")
+    patch_size: int | None = option(
+        None, "cells along a side of what will be read; if not given, 64"
+    )
     chunk: list[str] | None = option(
         None,
         "times, rows and columns; if not given, 1 and twice the patch",
@@ -89,14 +96,16 @@ class LayoutOptions:
         metavar=("TIMES", "ROWS", "COLUMNS"),
     )
     shard_times: int | None = option(
-        None, "times of the whole map in a shard; 0: no shards", least=0
+        None, "times of the whole map in a shard; if not given, 0: no shards", least=0
     )
-    zarr_format: int | None = option(None, "2 has no checksums", choices=(2, 3))
+    zarr_format: int | None = option(
+        None, "2 has no checksums; if not given, 3", choices=(2, 3)
+    )
     zstd_level: int | None = option(
-        None, "of compression: 9 is small and slow", below=10
+        None, "of compression, 9 is small and slow; if not given, 1", below=10
     )
     region_times: int | None = option(
-        None, "times whose checksums are recorded when all of them are written"
+        None, "times whose checksums are recorded together; if not given, 36"
     )
 
 
