@@ -221,7 +221,9 @@ def verify_store(making: Making) -> dict:
     for one in damaged:
         print(one.describe(making.dates))
     require_none(making, damaged)
-    return describe(making)
+    figures = describe(making)
+    print("  every object and every map has its checksum")
+    return figures
 
 
 def repair(making: Making, options: Options) -> dict:
@@ -246,6 +248,9 @@ def repair(making: Making, options: Options) -> dict:
             reason = f"a file in {REGIONS} is lost, so nobody knows other files' values"
             raise DataError(f"{reason}; give the very files that were converted")
         source = open_sources(options, making.state.settings, files)
+        for first in firsts:
+            region = making.layout.region(first, making.state.times)
+            source.find(making.dates[region])  # all of it, or nothing is written
         write_regions(making, source, sorted(firsts), 0)
         require_none(making, find_damage(making, sorted(firsts)))
     for one in damaged:  # what there is of them, others do not replace
@@ -264,7 +269,7 @@ def require_files(making: Making, files: list[SourceFile], firsts: Sequence) -> 
     if not files and making.state.files != [identify([])]:
         end = making.layout.region(firsts[-1], making.state.times).stop
         dates = [str(making.dates[time])[:10] for time in (firsts[0], end - 1)]
-        reason = "--source: not given, but the store was made of other files"
+        reason = "--source: not given, but the store was made of your files"
         raise DataError(f"{reason}; give those of {' to '.join(dates)}")
 
 
@@ -297,11 +302,13 @@ def complete(making: Making, options: Options) -> dict:
     state = making.state
     spans = choose_spans(making.dataset.time, state.spans, options.train_times)
     new = [span for span in spans if not state.whole or span not in state.spans]
-    if state.whole and not new:
-        print("whole already:")
-    else:
+    is_done = state.whole and not new
+    if not is_done:
         making = finish(making, spans, new)
-    return describe(making)
+    figures = describe(making)
+    if is_done:
+        print("  whole already")
+    return figures
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from probing.wire import Wire, measure_wire
 from store import FieldReader
 
 BATCHES = 3  # that are read out of the store as it is
+NEARLY = 0.9  # of the most samples/s
 MILLION = 1_000_000
 
 
@@ -174,55 +175,68 @@ def cheapest(shapes: list[Reading], options: Options) -> Reading:
 def print_wire(wire: Wire) -> None:
     """What GETs take."""
     p50, p99 = 1e3 * np.percentile(wire.first_bytes, [50, 99])
-    number = len(wire.first_bytes)
-    print(f"latency: {1e3 * wire.latency:.1f} ms", end="")
-    print(f" (first byte: p50 {p50:.1f}, p99 {p99:.1f} ms, of {number} GETs)")
-    print(f"{'GETs at once':>12} {'GETs/s':>8} {'MB/s':>8}")
+    count = len(wire.first_bytes)
+    print(f"latency: {1e3 * wire.latency:.1f} ms, without the work that a GET is")
+    print(f"first byte: {p50:.1f} ms in the median, p99 {p99:.1f} ms ({count} GETs)")
+    print(f"\n{'GETs at once':>12} {'GETs/s':>8} {'kB each':>8} {'MB/s':>8}")
     for burst in wire.bursts:
         rate = burst.requests / burst.seconds
-        print(f"{burst.requests:12} {rate:8,.0f} {burst.mb_per_second:8,.1f}")
-    print(f"best: {wire.best_at_once} at once")
-    start, request, mb = 1e3 * wire.start, 1e3 * wire.per_request, 1e9 * wire.per_byte
-    print(f"all at once: {start:.1f} ms + {request:.2f} a GET + {mb:.2f} a MB")
+        size = burst.length / 1e3
+        print(
+            f"{burst.requests:12} {rate:8,.0f} {size:8,.0f} {burst.mb_per_second:8,.0f}"
+        )
+    print(f"{wire.best_at_once} at once are enough for nearly the most MB/s")
+    start = f"{1e3 * wire.start:.1f} ms"
+    request = f"{1e3 * wire.per_request:.2f} ms"
+    size = f"{1e9 * wire.per_byte:.2f} ms"
+    print(f"n GETs of m MB in all, sent at once: {start} + {request} x n + {size} x m")
 
 
 def print_now(now: Reading, reader: FieldReader, options: Options) -> None:
     """What the store gives as it is, and what an epoch of it costs."""
+    chunk = " x ".join(map(str, now.chunk))
+    print(f"\nmeasured as it is, with chunks of {chunk}: {describe(now)}")
     sizes = reader.fields.sizes
-    size = options.patch_size
-    patches = sizes["time"] * sizes["latitude"] * sizes["longitude"] // size**2
+    cells = sizes["time"] * sizes["latitude"] * sizes["longitude"]
+    epoch = cells // options.patch_size**2
     dollars = now.dollars(options)
-    print(
-        f"\nas it is, chunks of {' x '.join(map(str, now.chunk))}: a sample takes ",
-        end="",
+    cost = {name: f"${each * epoch / MILLION:,.2f}" for name, each in dollars.items()}
+    minutes = epoch / now.samples_per_second / 60
+    print(f"an epoch, as many cells as the store has: {epoch:,} samples")
+    print(f"  {epoch * now.requests:,.0f} GETs ({cost['requests']})")
+    print(f"  {epoch * now.size / 1e9:,.1f} GB ({cost['egress']} for egress)")
+    print(f"  {minutes:,.1f} minutes ({cost['time']} for the machine)")
+
+
+def describe(reading: Reading) -> str:
+    """What a sample takes, and samples/s."""
+    size = reading.size / 1e6
+    rate = reading.samples_per_second
+    return (
+        f"{reading.requests:.1f} GETs and {size:.3f} MB a sample, {rate:,.0f} samples/s"
     )
-    print(f"{now.requests:.1f} GETs and {now.size / 1e6:.3f} MB,", end=" ")
-    print(f"{now.samples_per_second:,.0f} samples/s")
-    share = patches / MILLION
-    cost = {name: f"${share * each:,.2f}" for name, each in dollars.items()}
-    print(f"an epoch, each cell once: {patches:,} samples, ", end="")
-    print(f"{patches * now.requests:,.0f} GETs ({cost['requests']}), ", end="")
-    print(f"{patches * now.size / 1e9:,.1f} GB ({cost['egress']}), ", end="")
-    print(f"{patches / now.samples_per_second / 3600:.2f} h ({cost['time']})")
 
 
 def print_shapes(shapes: list[Reading], options: Options) -> None:
-    """What other chunks would give, each of one time."""
-    print(
-        "\nchunks of one time        samples/s    GETs      MB  $ of a million samples: ",
-        end="",
-    )
-    print("GETs, egress, time")
+    """What other chunks would give."""
+    print("\npredicted for chunks of one time, without shards; $ of a million samples:")
+    heads = f"{'chunk':12} {'samples/s':>9} {'GETs':>6} {'MB':>7}"
+    print(f"{heads} {'$ GETs':>8} {'egress':>8} {'machine':>8} {'all':>8}")
+    best = fastest(shapes)
     for shape in shapes:
         marks = []
-        if shape == fastest(shapes):
+        if shape == best:
             marks.append("fastest")
+        elif shape.samples_per_second >= NEARLY * best.samples_per_second:
+            marks.append("nearly as fast")
         if shape == cheapest(shapes, options):
             marks.append("cheapest")
         name = " x ".join(map(str, shape.chunk))
-        line = f"{name:22} {shape.samples_per_second:12,.0f} {shape.requests:7.1f} {shape.size / 1e6:7.3f}"
+        rate = f"{shape.samples_per_second:9,.0f}"
+        line = f"{name:12} {rate} {shape.requests:6.1f} {shape.size / 1e6:7.3f}"
         for each in shape.dollars(options).values():
             line += f" {each:8,.2f}"
+        line += f" {shape.all_dollars(options):8,.2f}"
         print(f"{line}  {', '.join(marks)}".rstrip())
 
 

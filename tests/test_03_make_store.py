@@ -502,7 +502,7 @@ def test_without_its_sources_a_region_is_not_repaired_but_all_else_is(
     line = refused("--repair", "--store", store)
     assert "--source: not given" in line and "give those of 1985-10-29 to" in line
     line = refused("--repair", "--source", *years(files, "85"), "--store", store)
-    assert "the files lack 1 of the times 1986-04-21T00:00 to" in line
+    assert "the files lack 7 of the times 1985-10-29T00:00 to" in line
     shutil.copytree(files, tmp_path / "edited")  # because xarray keeps the others open in this process
     with h5py.File(tmp_path / "edited/winds_1986.nc", "r+") as edited:
         edited[V][0, 2, 1] += 1
@@ -699,7 +699,7 @@ def test_a_store_of_another_command_is_refused_and_untouched(make, whole, tmp_pa
     before = content(tmp_path)
     for name in ("old", "array", "home", "lost"):
         line = refused(*SMALL, "--store", tmp_path / name)
-        assert "not begun by this version of make_store.py; give another --store" in line
+        assert "not begun by this version of make_store.py, no checksums; give another --store" in line
     assert {path: data for path, data in content(tmp_path).items() if ".lock" not in path} == before
 
 
@@ -734,7 +734,7 @@ def test_files_that_were_edited_since_are_not_mixed_in(make, tmp_path: Path, ref
     for pattern, differ in others.items():
         line = refused("--source", pattern, *flags)
         assert f"the store was begun with other files; these have other values of {differ}" in line
-    assert "not given, but the store was made of other files" in refused(*flags)
+    assert "not given, but the store was made of your files" in refused(*flags)
     assert content(tmp_path / "store", ours=True) == before
 
 

@@ -53,7 +53,7 @@ def test_the_line_through_bursts_is_that_of_which_they_were_made(modules) -> Non
     start, request, byte = 0.03, 0.0005, 2e-9
     bursts = []
     for number in wire.AT_ONCE:
-        for length in (1, wire.BURST_BYTES // number):
+        for length in (1, wire.LARGEST // number):
             seconds = start + number * request + number * length * byte
             bursts.append(wire.Burst(number, length, seconds))
     assert wire.fit(bursts) == pytest.approx([start, request, byte])
@@ -131,7 +131,7 @@ def test_it_prints_what_it_returns(modules, folder: Path, capsys, monkeypatch) -
         lines = [line for line in printed.splitlines() if chunk in line]
         assert len(lines) == 1 and lines[0].startswith(" x ".join(map(str, found[chunk])))
     epoch = 36 * 37 * 72 // 16**2
-    assert f"{epoch:,} samples, {epoch * found['now']['requests']:,.0f} GETs" in printed
+    assert f"{epoch:,} samples\n  {epoch * found['now']['requests']:,.0f} GETs" in printed
     assert found["best_at_once"] in (1, 4) and found["p99_ms"] >= found["latency_ms"]
 
 

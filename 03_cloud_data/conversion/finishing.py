@@ -36,8 +36,9 @@ def choose_spans(
     lacking = set(range(first, last + 1)) - set(time.dt.year.values)
     if not lacking:
         return [TRAIN_TIMES]
-    reason = f"the store has no times of {min(lacking)}, so that no statistics are kept"
-    print_note(f"{reason}; train.py makes a sample, or give --train-times")
+    default = f"the default --train-times {first} {last}"
+    reason = f"the store has no times of {min(lacking)}, of {default}: no statistics"
+    print_note(f"{reason}; give --train-times, or train.py samples at its start")
     return []
 
 

@@ -95,7 +95,7 @@ def load_state(store: ObjectStore) -> State | None:
                 SKELETON
             ):  # which is written before the state
                 reason = "not begun by this version of make_store.py"
-                raise DataError(f"{reason}; give another --store, or remove this one")
+                raise DataError(f"{reason}, no checksums; give another --store")
     return None
 
 

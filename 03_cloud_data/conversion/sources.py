@@ -60,7 +60,7 @@ class Source:
             reason = f"the files lack {lacking} of the times {span}"
             if not lacking:
                 reason = f"the files have other times within {span}"
-            raise DataError(f"--source: {reason}; give the files of these times alone")
+            raise DataError(f"--source: {reason}; give all files that hold them")
         parts = []
         for file, start, end in zip(self.files, self.starts, self.starts[1:]):
             if start < stop and first < end:

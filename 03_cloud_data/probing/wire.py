@@ -17,8 +17,7 @@ from store import FieldReader
 
 AT_ONCE = (1, 4, 16, 64, 128)
 REPEATS = 5
-# Of one burst; large objects are read in part.
-BURST_BYTES = 16_000_000
+LARGEST = 375_000  # bytes of a GET; of larger chunks, the first ones
 SECONDS = 5  # in which first bytes are timed
 NEARLY = 0.9  # of the most MB/s, for the least number at once
 
@@ -50,7 +49,7 @@ class Wire:
     """What was measured, and a line through it: start + requests and bytes times their own."""
 
     first_bytes: np.ndarray  # seconds
-    bursts: list[Burst]  # of whole chunks, as far as BURST_BYTES go
+    bursts: list[Burst]  # of whole chunks, or LARGEST bytes
     start: float  # seconds
     per_request: float
     per_byte: float
@@ -62,7 +61,7 @@ class Wire:
     @property
     def latency(self) -> float:
         """Seconds of waiting for a first byte: without what a GET costs client and server."""
-        return float(np.median(self.first_bytes)) - self.per_request
+        return max(0.0, float(np.median(self.first_bytes)) - self.per_request)
 
     @property
     def best_at_once(self) -> int:
@@ -81,7 +80,7 @@ def measure_wire(client: ObjectStore, reader: FieldReader) -> Wire:
     small = [time_burst(client, parts, number, 1) for number in AT_ONCE]
     whole = []
     for number in AT_ONCE:
-        whole.append(time_burst(client, parts, number, BURST_BYTES // number))
+        whole.append(time_burst(client, parts, number, LARGEST))
     return Wire(first_bytes, whole, *fit(small + whole))
 
 
