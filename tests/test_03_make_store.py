@@ -561,7 +561,7 @@ def test_columns_beyond_once_around_are_left_out(make, tmp_path: Path, capsys) -
     around = np.concatenate([[navy.longitude[0] - 2.5], navy.longitude, [navy.longitude[0] + 360]])
     halo.assign_coords(longitude=("longitude", around)).to_netcdf(tmp_path / "halo.nc")
     make("--source", tmp_path / "halo.nc", "--store", tmp_path / "store")
-    assert "note: 2 columns lie once around" in capsys.readouterr().out
+    assert "note: 2 columns repeat others" in capsys.readouterr().out
     found = xr.open_zarr(tmp_path / "store")
     assert found.longitude.values.tolist() == around[:-2].tolist()
     np.testing.assert_array_equal(found.eastward_wind, halo.eastward_wind[..., :-2])

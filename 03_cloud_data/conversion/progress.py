@@ -91,9 +91,8 @@ def load_state(store: ObjectStore) -> State | None:
             raise DataError(f"{STATE} is damaged; {MAKE_ANEW}") from error
     for page in obstore.list(store, chunk_size=1000):
         for one in page:
-            if not one["path"].startswith(
-                SKELETON
-            ):  # which is written before the state
+            is_first = one["path"].startswith(SKELETON)  # written before the state
+            if not is_first:
                 reason = "not begun by this version of make_store.py"
                 raise DataError(f"{reason}, no checksums; give another --store")
     return None

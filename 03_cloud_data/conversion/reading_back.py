@@ -44,44 +44,35 @@ class DamageError(DataError):
         return f"{name}: {reason}; give --repair, and the same sources"
 
 
-def read_values(
-    target: Target, store: ObjectStore, name: str, times: slice, checksums: list[str]
+def read_maps(
+    target: Target,
+    store: ObjectStore,
+    name: str,
+    times: slice,
+    maps: list[str],
+    objects: list[str] | None = None,
 ) -> np.ndarray:
-    """A field at some times, whole chunks or shards. DamageError if an object is not whole.
+    """A field at some times, whose maps, and objects if given, have these checksums.
 
-    The objects' checksums are compared before they are decoded, because Blosc may crash on
-    an object that was cut.
+    DamageError if one differs. Objects are compared before they are decoded, because Blosc
+    may crash on one that was cut. They are not given where the last one may have been
+    written again, with more times, before a kill.
     """
     names = target.object_names(name, times)
     contents = get_all(store, names)
     reasons = {}
-    for each, content, checksum in zip(names, contents, checksums):
+    for number, (each, content) in enumerate(zip(names, contents)):
         if not content:
             reasons[each] = LOST
-        elif sum_bytes(content) != checksum:
+        elif objects and sum_bytes(content) != objects[number]:
             reasons[each] = "not what was written"
     if reasons:
         raise DamageError(reasons)
-    return target.decode(name, times, dict(zip(names, contents)))
-
-
-def read_maps(
-    target: Target, store: ObjectStore, name: str, times: slice, checksums: list[str]
-) -> np.ndarray:
-    """A field at some times, by the checksums of its maps. DamageError if it has other values.
-
-    Its last object may have been written again, with more times, before a kill.
-    """
-    names = target.object_names(name, times)
-    contents = get_all(store, names)
-    lost = [each for each, content in zip(names, contents) if not content]
-    if lost:
-        raise DamageError(dict.fromkeys(lost, LOST))
     try:
         values = target.decode(name, times, dict(zip(names, contents)))
     except Exception as error:  # of numcodecs and Zarr, which share no base
         raise DamageError(dict.fromkeys(names, first_line(error))) from error
-    if sum_maps(values) != checksums:
+    if sum_maps(values) != maps:
         raise DamageError(dict.fromkeys(names, "decoded to other values"))
     return values
 
@@ -106,10 +97,8 @@ def read_region(
     for block in target.layout.blocks(region):
         known = record.cut(target, first, block)
         try:
-            values = read_values(target, store, name, block, known.objects[name])
-            if sum_maps(values) != known.maps[name]:
-                names = target.object_names(name, block)
-                raise DamageError(dict.fromkeys(names, "decoded to other values"))
+            expected = known.maps[name], known.objects[name]
+            values = read_maps(target, store, name, block, *expected)
         except DamageError as error:
             for each, reason in error.reasons.items():
                 times = target.object_times(name, each)

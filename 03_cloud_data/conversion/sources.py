@@ -98,27 +98,27 @@ def open_source(files: list[SourceFile], variables: list[str] | None) -> Source:
 def read_dates(
     names: tuple[str, ...] | None, first: SourceFile, file: SourceFile
 ) -> np.ndarray:
-    """The dates of a file. DataError if its variables or its grid are not the first one's."""
+    """The dates of a file. DataError if it does not go with the first one."""
     fields = open_file(file, names).fields
-    expected = open_file(first, names).fields
-    if list(fields) != list(expected):
-        lists = f"{', '.join(fields)}; that has {', '.join(expected)}"
-        reason = f"it has other variables than {first.name}: {lists}"
-        raise DataError(f"--source {file.location.url}: {reason}; give --variables")
-    for name in fields:
-        try:
-            require_same_attributes(str(name), fields[name], expected[name])
-        except DataError as error:
-            raise DataError(f"--source {file.location.url}: {error}") from error
-    for dim in ("latitude", "longitude"):
-        if not np.array_equal(fields[dim], expected[dim]):
-            reason = f"it has other values of {dim} than {first.name}"
-            remedy = "give files of one grid"
-            raise DataError(f"--source {file.location.url}: {reason}; {remedy}")
     try:
+        require_alike(fields, open_file(first, names).fields, first.name)
         return usable_dates(fields.time)
     except DataError as error:
         raise DataError(f"--source {file.location.url}: {error}") from error
+
+
+def require_alike(fields: xr.Dataset, expected: xr.Dataset, first: str) -> None:
+    """DataError if a file has other variables, units or places than the `first` one."""
+    if list(fields) != list(expected):
+        lists = f"{', '.join(fields)}; that has {', '.join(expected)}"
+        reason = f"it has other variables than {first}: {lists}"
+        raise DataError(f"{reason}; give --variables")
+    for name in fields:
+        require_same_attributes(str(name), fields[name], expected[name])
+    for dim in ("latitude", "longitude"):
+        if not np.array_equal(fields[dim], expected[dim]):
+            reason = f"it has other values of {dim} than {first}"
+            raise DataError(f"{reason}; give files of one grid")
 
 
 def usable_dates(time: xr.DataArray) -> np.ndarray:
@@ -190,7 +190,8 @@ def find_fields(stored: xr.Dataset, names: tuple[str, ...] | None) -> OpenFile:
     columns = find_columns(fields)
     left_out = fields.longitude.size - len(columns)
     if left_out:
-        notes.append(f"{left_out} columns lie once around, and are left out")
+        reason = "repeat others, 360 degrees away, and are left out"
+        notes.append(f"{left_out} columns {reason}")
         fields = fields.isel(longitude=columns)
     for field in fields.values():
         for key in LIMITS:  # of packed values, perhaps
