@@ -35,6 +35,7 @@ KNOWN_WARNINGS = (
     "GPU available but not used",  # with --accelerator cpu
     "Failed to open Zarr store with consolidated metadata",
     "Consolidated metadata is currently not part",
+    "Numcodecs codecs are not in the Zarr version 3 specification",  # those of HDF5
 )
 Result = TypeVar("Result")
 Task = Callable[[Options, Location], Result]
@@ -55,6 +56,8 @@ def make_location(options: Options) -> Location:
         anonymous=options.anonymous,
         retry_timeout=options.retry_timeout,
         region=options.region,
+        icechunk=options.icechunk,
+        snapshot=options.snapshot,
     )
 
 

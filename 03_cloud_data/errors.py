@@ -20,6 +20,8 @@ def program() -> str:
     return path.parent.name if path.name == "__main__.py" else path.name
 
 
+BRANCHES = ("  |-> ", "  `-> ")
+
 # Says what to mend, and exits with code 2.
 refuse = argparse.ArgumentParser(prog=program(), usage=argparse.SUPPRESS).error
 
@@ -28,7 +30,10 @@ def first_line(error: BaseException) -> str:
     """What went wrong, without a client's account of its own settings."""
     while isinstance(error, BaseExceptionGroup):  # of several reads at once
         error = error.exceptions[0]
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    lines = str(error).strip().split("\n")
+    # icechunk 1 puts a tree below what went wrong, and its causes at the end.
+    causes = [line.partition("-> ")[2] for line in lines if line.startswith(BRANCHES)]
+    return ": ".join(dict.fromkeys(causes)) or lines[0] or type(error).__name__
 
 
 def print_note(text: str) -> None:

@@ -15,6 +15,8 @@ class Location:
     anonymous: bool = False
     retry_timeout: int = 120  # seconds for which a failed read is tried again
     region: str | None = None  # of an S3 bucket; if not given, that of the environment
+    icechunk: str | None = None  # a branch or tag, if this is an Icechunk repository
+    snapshot: str | None = None  # of it, by its id; if not given, the newest
 
 
 def client_options(location: Location) -> dict:

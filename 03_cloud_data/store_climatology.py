@@ -173,6 +173,8 @@ def identify(reader: FieldReader, training: Period) -> str:
         url = os.path.abspath(url)
     server = urlsplit(location.endpoint or "")
     parts = [url, server.hostname, *reader.variables]  # a server's port may change
+    if location.snapshot:
+        parts.append(location.snapshot)
     fields = reader.open()
     # As text: dates of other calendars are objects, and their bytes are addresses.
     parts += [fields[dim].values.astype(str).tobytes() for dim in DIMENSIONS]

@@ -137,11 +137,12 @@ def choose_patch_size(fields: xr.Dataset) -> int:
 def print_defaults(given: Options, options: Options) -> None:
     """A note for each option that was not given and was chosen to fit the store."""
     has_period = any(getattr(given, name) is not None for name in PERIODS)
-    for name, default in STORE_DEFAULTS.items():
+    for name, chosen in REASONS.items():
+        default = STORE_DEFAULTS[name]
         value = getattr(options, name)
         is_expected = value == default and not (has_period and name in PERIODS)
         if getattr(given, name) is not None or is_expected:
             continue
         words = " ".join(value) if name in PERIODS else value
-        reason = "the default" if value == default else REASONS[name]
+        reason = "the default" if value == default else chosen
         print_note(f"{flag_of(name)} {words}: {reason}")

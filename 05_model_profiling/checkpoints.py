@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from arguments import require_same, take_over
-from errors import CheckpointError
+from errors import CheckpointError, DataError
 from options import RESUME_KEYS, STORE_DEFAULTS, Options
 
 # Under this name Lightning keeps what the data module has saved: all options of the run.
@@ -35,6 +35,10 @@ class StepCheckpoint(ModelCheckpoint):
         ):  # else ranks would train on different steps, and hang
             reason = f"this rank begins at step {step}, and rank 0 at {step_of_rank_0}"
             raise CheckpointError(f"{reason}; give all nodes the same checkpoint")
+        snapshot = trainer.datamodule.hparams.snapshot
+        if trainer.strategy.broadcast(snapshot) != snapshot:
+            reason = "--icechunk: there was a commit while the ranks opened the store"
+            raise DataError(f"{reason}; start again, or give --snapshot")
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int

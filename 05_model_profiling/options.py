@@ -10,6 +10,7 @@ from arguments import add_options, names_that_decide, option
 from block_order import ORDER_VERSION
 from checks import (
     check_folder,
+    check_icechunk,
     check_local,
     check_secrets,
     check_server,
@@ -33,6 +34,7 @@ STORE_DEFAULTS = {
     "validation_times": VALIDATION_TIMES,
     "test_times": TEST_TIMES,
     "patch_size": PATCH_SIZE,
+    "snapshot": None,
 }
 OUTPUTS = Path(__file__).parent / "outputs"
 
@@ -64,6 +66,15 @@ class StoreOptions:
     )
     anonymous: bool = option(False, "sign no request: for public buckets")
     retry_timeout: int = option(120, "seconds to retry a failed read")
+    icechunk: str | None = option(
+        None, "branch or tag, if the store is an Icechunk repository", metavar="NAME"
+    )
+    snapshot: str | None = option(
+        None,
+        "of the repository, by its id; if not given, the newest of the branch",
+        metavar="ID",
+        decides=True,
+    )
     missing_chunks: str = option(
         "refuse",
         "what to do if a chunk is missing that would read as a number; fill: read it so",
@@ -217,6 +228,7 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     check_secrets(args, "store", "endpoint", "resume")
     check_store("--store", args.store)
     check_server(args)
+    check_icechunk(args)
     set_devices(args)
     set_precision(args)
     set_slots(args)

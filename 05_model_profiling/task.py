@@ -1,6 +1,6 @@
 """The task: what a run's data, loaders and model are. Change these for a task of your own."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from block_order import BlockOrder, fit_slots
@@ -24,7 +24,7 @@ def make_data(options: Options, location: Location) -> tuple[Options, Data]:
     Options that are not given and depend on the store are completed.
     """
     reader = FieldReader(
-        location,
+        replace(location, snapshot=options.snapshot),  # a resumed run has that before
         options.variables,
         options.level,
         missing_chunks=options.missing_chunks,
@@ -34,6 +34,7 @@ def make_data(options: Options, location: Location) -> tuple[Options, Data]:
         print_note(note)
     given = options
     options = complete(given, fields)
+    options = replace(options, snapshot=reader.location.snapshot)
     print_defaults(given, options)
     spans = {
         "--train-times": options.train_times,

@@ -39,6 +39,14 @@ def check_server(args: argparse.Namespace, *others: str) -> None:
         refuse(f"--endpoint {args.endpoint}: {remedy}")
 
 
+def check_icechunk(args: argparse.Namespace) -> None:
+    """Refuse a version of a store that is not named."""
+    for name in ("icechunk", "snapshot"):
+        value = getattr(args, name)
+        if value and not args.store:
+            refuse(f"{flag_of(name)} {value}: give the repository as --store")
+
+
 def is_on_s3(place: str | None) -> bool:
     """Whether this is a URL of S3, or of a server that speaks its protocol."""
     return (place or "").startswith(("s3://", "s3a://"))

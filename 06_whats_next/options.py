@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from arguments import names_that_decide, option
 from block_order import ORDER_VERSION
-from checks import check_local, check_server, check_store
+from checks import check_icechunk, check_local, check_server, check_store
 from run_options import (
     OUTPUTS,
     DeviceOptions,
@@ -29,6 +29,7 @@ STORE_DEFAULTS = {
     "validation_times": VALIDATION_TIMES,
     "test_times": TEST_TIMES,
     "patch_size": PATCH_SIZE,
+    "snapshot": None,
 }
 TIMES = {"nargs": 2, "metavar": ("FIRST", "LAST"), "decides": True}
 
@@ -52,6 +53,15 @@ class StoreOptions:
     )
     anonymous: bool = option(False, "sign no request: for public buckets")
     retry_timeout: int = option(120, "seconds to retry a failed read")
+    icechunk: str | None = option(
+        None, "branch or tag, if the store is an Icechunk repository", metavar="NAME"
+    )
+    snapshot: str | None = option(
+        None,
+        "of the repository, by its id; if not given, the newest of the branch",
+        metavar="ID",
+        decides=True,
+    )
     missing_chunks: str = option(
         "refuse",
         "what to do if a chunk is missing that would read as a number; fill: read it so",
@@ -179,6 +189,7 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     complete_run(args)
     check_store("--store", args.store)
     check_server(args, "checkpoint_dir", "resume")
+    check_icechunk(args)
     set_slots(args)
     check_local("--climatology-dir", args.climatology_dir)
     return Options(**vars(args))

@@ -3,34 +3,62 @@
 from pathlib import Path
 
 import numpy as np
+import obstore
 from botocore.exceptions import BotoCoreError
 from obstore.exceptions import BaseError
+from obstore.store import from_url
 
-# Other formats, by names that lie in their folders.
+from location import Location, client_options
+
+# Other formats, by names that lie in their folders, and what to do.
 OTHER_FORMATS = {
-    "an Icechunk repository": {"refs", "snapshots"},
-    "references to other files, by kerchunk": {".zmetadata"},
+    "an Icechunk repository": (
+        {"snapshots", "manifests"},
+        "give --icechunk main, or another branch or tag",
+    ),
+    "kerchunk's references": (
+        {".zmetadata"},
+        "refer to the same files with chapter 3's make_references.py",
+    ),
 }
 # What to do about errors of Zarr, xarray and obstore, by words in them.
 REMEDIES = {
     "session.get_credentials": "give credentials in the environment, or --anonymous",
+    "No module named": "add the package with `uv add`",
+    "virtual chunk has changed": "refer to it anew, with make_references.py",
+    "virtual reference": "check that the file is there, and may be read",
     "codec": "add the package that has this codec",
     "conflicting sizes": "an append was cut off: append the rest, or cut what is longer",
     "fill_value": "write the attribute _FillValue as xarray does, in base64, or remove it",
 }
 
 
-def explain_absence(url: str) -> str:
+def explain_absence(location: Location) -> str:
     """Why there is no Zarr store, and what to do."""
-    if "://" not in url:
-        names = {path.name for path in Path(url).iterdir()}
-        for kind, signs in OTHER_FORMATS.items():
-            if signs <= names:
-                return f"{kind}, not a Zarr store; copy it to one by xarray's to_zarr"
+    names = list_names(location)
+    for kind, (signs, remedy) in OTHER_FORMATS.items():
+        if signs <= names:
+            return f"{kind}, not a Zarr store; {remedy}"
     reason = "no Zarr store is there, or none that you may read"
     remedy = "check URL and --endpoint, and credentials or --anonymous"
     payer = "set AWS_REQUEST_PAYER=requester if the bucket asks its readers to pay"
     return f"{reason}; {remedy}; {payer}"
+
+
+def list_names(location: Location) -> set[str]:
+    """What lies in the folder; nothing if that cannot be listed, as on a web server."""
+    url = location.url
+    if "://" not in url:
+        return {path.name for path in Path(url).iterdir()}
+    if url.startswith("http"):
+        return set()
+    try:
+        client = from_url(url, **client_options(location))
+        found = obstore.list_with_delimiter(client)
+    except (BaseError, BotoCoreError):
+        return set()
+    folders = {path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]}
+    return folders | {one["path"].rpartition("/")[2] for one in found["objects"]}
 
 
 def find_remedy(error: Exception) -> str:

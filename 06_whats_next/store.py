@@ -4,7 +4,7 @@ import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from time import monotonic
@@ -61,9 +61,11 @@ CURRENT_TRAFFIC: ContextVar[Traffic] = ContextVar("CURRENT_TRAFFIC")
 class CountingStore(WrapperStore):
     """Counts each reader's requests, names the object that fails, and refuses missing chunks."""
 
-    def __init__(self, store: ObjectStore, retry_timeout: float = 0):
+    def __init__(self, store: ZarrStore, retry_timeout: float = 0):
         super().__init__(store)
         self.retry_timeout = retry_timeout
+        self.snapshot: str | None = None  # of an Icechunk repository
+        self.notes: list[str] = []  # what a user should know of it
         # Arrays whose chunks are counted if they are missing: why that is an error, or None.
         self.rules: dict[str, str | None] = {}
         self.absent: set[str] = set()  # chunks of other arrays
@@ -89,7 +91,10 @@ class CountingStore(WrapperStore):
             if OTHER_REGION in str(error):
                 reason = "the bucket is in another region"
                 raise DataError(f"{reason}; give its --region") from error
-            raise DataError(f"{key}: {first_line(error)}") from error
+            reason = f"{key}: {first_line(error)}"
+            if "virtual" in reason:  # a part of a file to which an Icechunk refers
+                reason += f"; {find_remedy(error)}"
+            raise DataError(reason) from error
         traffic = CURRENT_TRAFFIC.get(None) or Traffic()  # not of a reader
         traffic.requests += 1  # all reads run in one thread, that of Zarr's event loop
         if content is not None:
@@ -131,7 +136,8 @@ class CountingStore(WrapperStore):
 
     def list_dir(self, prefix: str):
         """The names under a prefix. A web server has none, and obstore would keep asking."""
-        if isinstance(self._store.store, HTTPStore):
+        client = getattr(self._store, "store", None)
+        if isinstance(client, HTTPStore):
             reason = "no consolidated metadata, and a web server cannot list a store"
             remedy = "run zarr.consolidate_metadata where the store can be written"
             raise DataError(f"{reason}; {remedy}")
@@ -140,6 +146,8 @@ class CountingStore(WrapperStore):
 
 def connect(location: Location) -> CountingStore:
     """A client of the store. It retries, ever more slowly, until `retry_timeout` is over."""
+    if location.icechunk or location.snapshot:
+        return connect_to_snapshot(location)
     url = location.url
     options = {}
     if "://" in url:
@@ -150,6 +158,17 @@ def connect(location: Location) -> CountingStore:
     return CountingStore(store, location.retry_timeout)
 
 
+def connect_to_snapshot(location: Location) -> CountingStore:
+    """A client of one version of an Icechunk repository."""
+    from icechunk_store import open_snapshot  # imported only when asked for
+
+    found = open_snapshot(location)
+    store = CountingStore(found.store)
+    store.snapshot = found.id
+    store.notes.append(found.note)
+    return store
+
+
 def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
     """The store, and its variables as they are stored, none of their values read."""
     if not location.url:
@@ -158,7 +177,7 @@ def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
         store = connect(location)
         stored = xr.open_zarr(store, chunks=None, decode_cf=False)
     except FileNotFoundError as error:
-        raise DataError(explain_absence(location.url)) from error
+        raise DataError(explain_absence(location)) from error
     except DataError:
         raise
     except Exception as error:  # obstore's, boto3's, Zarr's and xarray's share no base
@@ -222,6 +241,8 @@ class FieldReader:
         with self.opening:  # many threads may come at once
             if self.fields is None:
                 self.store, stored = open_store(self.location)
+                # So that what is sent to workers opens the same version.
+                self.location = replace(self.location, snapshot=self.store.snapshot)
                 self.prepare(self.store, stored)
         return self.fields
 
@@ -232,7 +253,7 @@ class FieldReader:
         dataset = decode(stored, names)
         require_coordinates(store, select_present(dataset, names))
         self.times_per_chunk = count_times_per_chunk(dataset, names)
-        notes = [explain_blocks(dataset, names, self.times_per_chunk)]
+        notes = [*store.notes, explain_blocks(dataset, names, self.times_per_chunk)]
         if self.level is not None:
             dataset = select_level(dataset, names, self.level)
         fields = select_variables(dataset, names, choice)

@@ -9,7 +9,7 @@ refuses what it can see. It cannot see whether
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from math import isnan, prod
 from pathlib import Path
@@ -43,7 +43,7 @@ def make_data(options: Options, location: Location) -> tuple[Options, Data]:
     Options that are not given and depend on the store are completed.
     """
     reader = FieldReader(
-        location,
+        replace(location, snapshot=options.snapshot),  # a resumed run has that before
         options.variables,
         options.level,
         missing_chunks=options.missing_chunks,
@@ -53,6 +53,7 @@ def make_data(options: Options, location: Location) -> tuple[Options, Data]:
         print_note(note)
     given = options
     options = complete(given, fields)
+    options = replace(options, snapshot=reader.location.snapshot)
     print_defaults(given, options)
     spans = {
         "--train-times": options.train_times,

@@ -65,6 +65,7 @@ HANDED_ON = {
         "errors.py",
         "evaluation.py",
         "fields.py",
+        "icechunk_store.py",
         "levels.py",
         "location.py",
         "model.py",

@@ -39,6 +39,7 @@ def open_and_check(
 
     A store that does not answer is given up soon. Rates are put into `rates`.
     """
+    location = replace(location, snapshot=options.snapshot)
     soon = replace(location, retry_timeout=RETRY_TIMEOUT)
     asked_for = (options.variables, options.level, options.missing_chunks)
     fields = FieldReader(soon, *asked_for).open()

@@ -1,5 +1,6 @@
 """How a store answers: the first byte, bandwidth, and what an epoch of it costs."""
 
+import asyncio
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,15 +8,16 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 import numpy as np
-import obstore
 import zarr
+from zarr.abc.store import RangeByteRequest
+from zarr.core.buffer import default_buffer_prototype
 
-from errors import DataError, first_line
+from errors import DataError
 from fields import Period
 from location import Location
 from preflight.findings import Finding
 from prices import Prices
-from store import FieldReader, connect
+from store import CountingStore, FieldReader, connect
 
 REQUESTS = 100  # of one byte
 RETRY_TIMEOUT = 10  # seconds: a store that does not answer is found out soon
@@ -49,21 +51,26 @@ def measure_first_byte(location: Location, variable: str) -> list[float]:
     array = zarr.open_group(store, mode="r")[variable]
     size_of_object = array.shards or array.chunks
     grid = [math.ceil(n / size) for n, size in zip(array.shape, size_of_object)]
-    rng = np.random.default_rng(0)
-    client = store._store.store  # obstore's own, without Zarr
+    places = np.random.default_rng(0).integers(grid, size=(REQUESTS, len(grid)))
+    keys = [array.metadata.encode_chunk_key(tuple(place)) for place in places.tolist()]
+    return asyncio.run(time_first_bytes(store, [f"{variable}/{key}" for key in keys]))
+
+
+async def time_first_bytes(store: CountingStore, keys: list[str]) -> list[float]:
+    """The seconds of requests for one byte of each, as far as BUDGET allows."""
+    one_byte = RangeByteRequest(0, 1)
+    prototype = default_buffer_prototype()
     seconds = []
     end = monotonic() + BUDGET
-    while len(seconds) < REQUESTS and monotonic() < end:
-        place = tuple(int(rng.integers(n)) for n in grid)
-        key = array.metadata.encode_chunk_key(place)
+    for key in keys:
         began = perf_counter()
         try:
-            obstore.get_range(client, f"{variable}/{key}", start=0, length=1)
-        except FileNotFoundError:
-            pass  # a chunk that holds nothing; this, too, is an answer
-        except Exception as error:  # obstore's errors share no base
-            raise DataError(f"{first_line(error)}; check the store") from error
+            await store.get(key, prototype, one_byte)  # None, too, is an answer
+        except DataError as error:
+            raise DataError(f"{error}; check the store") from error
         seconds.append(perf_counter() - began)
+        if monotonic() > end:
+            break
     return seconds
 
 

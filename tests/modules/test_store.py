@@ -362,9 +362,12 @@ DAMAGE = {  # what becomes of a store, and what is said
     "groups": (put_into_group, "no variable is there; give one of its groups: aloft, surface"),
     "Icechunk": (
         of_folders("refs", "snapshots", "manifests"),
-        "an Icechunk repository, not a Zarr store; copy",
+        "an Icechunk repository, not a Zarr store; give --icechunk main",
     ),
-    "kerchunk": (of_folders(".zmetadata", "u"), "references to other files, by kerchunk, not a Zarr"),
+    "kerchunk": (
+        of_folders(".zmetadata", "u"),
+        "kerchunk's references, not a Zarr store; refer to the same files anew",
+    ),
     "nothing": (
         of_folders("u"),
         "no Zarr store is there, .*credentials or --anonymous; set AWS_REQUEST_PAYER",
