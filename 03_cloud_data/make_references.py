@@ -123,14 +123,22 @@ def parse_options(argv: list[str] | None) -> Options:
 
 def refer(options: Options) -> str:
     """Add a snapshot that refers to the files; return its id."""
+    exists = is_there(options.target)
+    if exists != options.append:
+        found = "an" if exists else "no"
+        remedy = "give --append, or another" if exists else "leave --append out"
+        reason = f"{found} Icechunk repository is there"
+        raise DataError(f"--store {options.store}: {reason}; {remedy}")
     files = list_files([options.source_location(url) for url in options.source])
     source = open_source(files, options.variables)
-    repository = open_repository(options, source)
-    session = repository.writable_session(BRANCH)
     added, time = join(source)
-    if options.append:
+    places = {prefix_of(file.location): file.location for file in files}
+    repository = make_repository(options.target, places, exists)
+    session = repository.writable_session(BRANCH)
+    if exists:
         require_later(added, session.store, time)
-    added.vz.to_icechunk(session.store, append_dim=time if options.append else None)
+        repository.save_config()  # which may have new places
+    added.vz.to_icechunk(session.store, append_dim=time if exists else None)
     days = source.dates[[0, -1]].astype("datetime64[D]")
     message = f"{len(files)} files of {days[0]} to {days[1]}"
     snapshot = session.commit(options.message or message)
@@ -140,29 +148,28 @@ def refer(options: Options) -> str:
     return snapshot
 
 
-def open_repository(options: Options, source: Source):
-    """The repository that is there, under --append, or else a new one."""
-    storage = make_storage(options.target)
+def is_there(target: Location) -> bool:
+    """Whether there is a repository; to ask would make a folder on a disk."""
+    if "://" not in target.url and not Path(target.url).exists():
+        return False
+    return icechunk.Repository.exists(make_storage(target))
+
+
+def make_repository(
+    target: Location, places: dict[str, Location], exists: bool
+) -> icechunk.Repository:
+    """The repository that exists, or a new one, which may refer to files in these places."""
+    storage = make_storage(target)
     config = icechunk.RepositoryConfig.default()
-    exists = icechunk.Repository.exists(storage)
-    if exists and not options.append:
-        reason = "an Icechunk repository is there already"
-        raise DataError(f"--store {options.store}: {reason}; give --append, or another")
-    if options.append and not exists:
-        reason = "no Icechunk repository is there"
-        raise DataError(f"--store {options.store}: {reason}; leave --append out")
     if exists:
         config = icechunk.Repository.fetch_config(storage) or config
-    places = {prefix_of(file.location): file.location for file in source.files}
     authorized = {}
     for prefix, location in places.items():
         config.set_virtual_chunk_container(make_container(prefix, location))
         authorized[prefix] = make_credentials(prefix, location.anonymous)
     authorized = icechunk.containers_credentials(authorized)
     if exists:
-        repository = icechunk.Repository.open(storage, config, authorized)
-        repository.save_config()
-        return repository
+        return icechunk.Repository.open(storage, config, authorized)
     newer = {"spec_version": FORMAT} if icechunk.__version__ >= "2" else {}
     return icechunk.Repository.create(storage, config, authorized, **newer)
 

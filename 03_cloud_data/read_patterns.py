@@ -19,6 +19,7 @@ import warnings
 from command_line import KNOWN_WARNINGS
 from results import RESULTS, parse_studies, save_rows
 from studies.costs import patterns, server_alone
+from studies.references import references
 from studies.shapes import latency, shapes
 from studies.starts import start_methods
 from studies.stores import LAYOUTS, QUICK, SIZE, make_stores
@@ -35,8 +36,15 @@ STUDIES = {
     "patterns": patterns,
     "latency": latency,
     "shapes": shapes,
+    "references": references,
 }
-OF_THEIR_OWN = ("command", "making", "latency", "shapes")  # which need none of LAYOUTS
+OF_THEIR_OWN = (
+    "command",
+    "making",
+    "latency",
+    "shapes",
+    "references",
+)  # which need none of LAYOUTS
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[dict]]:

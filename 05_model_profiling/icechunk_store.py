@@ -7,6 +7,7 @@ on Python 3.11 and 2.3 or newer above: see https://icechunk.io.
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic, sleep
 from urllib.parse import urlsplit
 
 import icechunk
@@ -20,6 +21,7 @@ LONGEST_DELAY_MS = 5000
 # Parts of icechunk's messages, which have no classes of their own in 1.1.
 NO_SUCH = "ref not found"
 NO_REPOSITORY = "repository doesn't exist"
+BROKEN_BODY = "error reading a body"
 OTHER_FORMAT = "please upgrade the icechunk library"
 
 
@@ -38,20 +40,31 @@ def open_snapshot(location: Location) -> Snapshot:
     DataError if there is no such repository, or no such snapshot in it.
     """
     icechunk.set_logs_filter("error")
-    try:
-        repository = open_repository(location)
-        newest = None
-        if location.icechunk:
-            newest = find_newest(repository, location.icechunk)
-        id = location.snapshot or newest
-        about = repository.lookup_snapshot(
-            id
-        )  # a session does not look before it reads
-        session = repository.readonly_session(snapshot_id=id)
-    except icechunk.IcechunkError as error:
-        raise DataError(explain(error)) from error
+    deadline = monotonic() + location.retry_timeout
+    while True:
+        try:
+            return find_snapshot(location)
+        except icechunk.IcechunkError as error:
+            # What is refused is asked for again by icechunk, and not what breaks off.
+            if BROKEN_BODY not in str(error) or monotonic() > deadline:
+                raise DataError(explain(error)) from error
+        sleep(0.1)
+
+
+def find_snapshot(location: Location) -> Snapshot:
+    """As open_snapshot; IcechunkError if the repository or the snapshot cannot be read."""
+    repository = open_repository(location)
+    newest = None
+    if location.icechunk:
+        newest = find_newest(repository, location.icechunk)
+    id = location.snapshot or newest
+    about = repository.lookup_snapshot(id)  # a session does not look before it reads
+    session = repository.readonly_session(snapshot_id=id)
     when = about.written_at.strftime("%Y-%m-%d %H:%M")
     note = f"Icechunk snapshot {id}, of {when} UTC: {about.message}"
+    places = sorted(repository.config.virtual_chunk_containers or {})
+    if places:
+        note += f"; refers to files in {', '.join(places)}"
     if newest and newest != id:
         note += f"; {location.icechunk} is at {newest} now, which is not read"
     return Snapshot(id, session.store, note)
@@ -141,11 +154,22 @@ def make_retries(location: Location):
 
 
 def make_container(prefix: str, location: Location):
-    """A place of files that chunks may lie in, on the server of `location`."""
-    server = describe_server(location)
-    store = icechunk.s3_store(
-        **server, anonymous=location.anonymous, s3_compatible=bool(location.endpoint)
-    )
+    """A place of files that chunks may lie in, reached as `location` is."""
+    url = urlsplit(prefix)
+    if url.scheme == "file":
+        store = icechunk.local_filesystem_store(url.path)
+    elif url.scheme in ("gs", "gcs"):
+        store = icechunk.gcs_store()
+    elif url.scheme in ("http", "https"):
+        store = icechunk.http_store()
+    elif url.scheme == "s3":
+        server = describe_server(location)
+        server["anonymous"] = location.anonymous
+        server["s3_compatible"] = bool(location.endpoint)
+        store = icechunk.s3_store(**server)
+    else:
+        reason = f"an Icechunk repository cannot refer to {prefix}"
+        raise DataError(f"{reason}; give files on s3://, gs://, https:// or a disk")
     return icechunk.VirtualChunkContainer(prefix, store)
 
 

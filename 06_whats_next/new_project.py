@@ -37,6 +37,7 @@ OF_WINDS = (
     "decoding.py",
     "evaluation.py",
     "fields.py",
+    "icechunk_store.py",
     "kept_rmse.py",
     "levels.py",
     "model.py",

@@ -18,14 +18,14 @@ OTHER_FORMATS = {
     ),
     "kerchunk's references": (
         {".zmetadata"},
-        "refer to the same files with chapter 3's make_references.py",
+        "refer to the same files anew, by VirtualiZarr, in an Icechunk repository",
     ),
 }
 # What to do about errors of Zarr, xarray and obstore, by words in them.
 REMEDIES = {
     "session.get_credentials": "give credentials in the environment, or --anonymous",
     "No module named": "add the package with `uv add`",
-    "virtual chunk has changed": "refer to it anew, with make_references.py",
+    "virtual chunk has changed": "refer to the file anew, or bring it back as it was",
     "virtual reference": "check that the file is there, and may be read",
     "codec": "add the package that has this codec",
     "conflicting sizes": "an append was cut off: append the rest, or cut what is longer",

@@ -36,7 +36,7 @@ READS_AT_ONCE = 64  # of one process; each may ask for several chunks
 # Objects of metadata, each of which may be absent.
 METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 # Parts of obstore's messages, whose classes do not tell these cases apart.
-BROKEN_BODY = "body error"
+BROKEN_BODY = ("body error", "error reading a body")  # of obstore, of icechunk
 OTHER_REGION = "redirect without LOCATION"
 
 
@@ -69,6 +69,11 @@ class CountingStore(WrapperStore):
         # Arrays whose chunks are counted if they are missing: why that is an error, or None.
         self.rules: dict[str, str | None] = {}
         self.absent: set[str] = set()  # chunks of other arrays
+
+    @property
+    def supports_consolidated_metadata(self) -> bool:
+        """Whether xarray should look for it: not in an Icechunk repository."""
+        return self._store.supports_consolidated_metadata
 
     async def get(self, key: str, *how, **more):
         """The bytes of an object, or None if there is none.
@@ -106,7 +111,8 @@ class CountingStore(WrapperStore):
     async def get_whole(self, key: str, *how, **more):
         """An object, asked for again if the connection breaks within its body.
 
-        obstore goes on from the byte that it has, but only if the server sends an ETag.
+        obstore goes on from the byte that it has, but only if the server sends an ETag;
+        icechunk does not.
         """
         deadline = monotonic() + self.retry_timeout
         delay = 0.1
@@ -114,8 +120,8 @@ class CountingStore(WrapperStore):
             try:
                 return await super().get(key, *how, **more)
             except Exception as error:
-                out_of_time = monotonic() + delay > deadline
-                if BROKEN_BODY not in str(error) or out_of_time:
+                is_broken = any(words in str(error) for words in BROKEN_BODY)
+                if not is_broken or monotonic() + delay > deadline:
                     raise
             await asyncio.sleep(delay)
             delay = min(2 * delay, 5)
@@ -163,7 +169,7 @@ def connect_to_snapshot(location: Location) -> CountingStore:
     from icechunk_store import open_snapshot  # imported only when asked for
 
     found = open_snapshot(location)
-    store = CountingStore(found.store)
+    store = CountingStore(found.store, location.retry_timeout)
     store.snapshot = found.id
     store.notes.append(found.note)
     return store
@@ -284,6 +290,9 @@ class FieldReader:
     def read(self, name: str, region: dict) -> np.ndarray:
         """A variable in a region, (latitude, longitude), or (time, latitude, longitude).
 
+        float32, also where packed values would give more, so that a store and its copy
+        that is not packed train to the same weights.
+
         DataError says where reading or decoding failed.
         """
         fields = self.open()
@@ -304,7 +313,8 @@ class FieldReader:
         dims = ("time", "latitude", "longitude")
         values = values.transpose(*dims, missing_dims="ignore").values
         limits = self.limits[name]
-        return limits.mask(values) if limits else values
+        values = limits.mask(values) if limits else values
+        return values.astype("float32", copy=False)
 
     def read_at_once(self, regions: list[dict]) -> np.ndarray:
         """All variables in each region, (regions, variables, H, W), a thread for each read."""
@@ -312,7 +322,7 @@ class FieldReader:
         repeated = [region for region in regions for _ in self.variables]
         with ThreadPoolExecutor(READS_AT_ONCE) as threads:
             parts = list(threads.map(self.read, names, repeated))
-        values = np.stack(parts).astype("float32", copy=False)
+        values = np.stack(parts)
         return values.reshape(len(regions), len(self.variables), *values.shape[1:])
 
     def split_by_chunk(self, positions: np.ndarray) -> list[np.ndarray]:

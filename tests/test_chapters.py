@@ -274,6 +274,21 @@ def test_ranks_that_begin_at_different_steps_are_an_error(
     assert "this rank begins at step 0, and rank 0 at 50; give all nodes the same checkpoint" in said
 
 
+@of(CHAPTERS[:3])  # chapter 6 compares its records
+def test_ranks_that_open_different_snapshots_are_an_error(
+    store: Path, tmp_path: Path, refused, monkeypatch
+) -> None:
+    """As those of a branch to which there was a commit meanwhile: each would train on values of its own."""
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    def broadcast(self, value: object, src: int = 0) -> object:
+        return "7X" if value is None else value
+
+    monkeypatch.setattr(SingleDeviceStrategy, "broadcast", broadcast)
+    said = refused("--store", store, "--output-dir", tmp_path)
+    assert "--icechunk: there was a commit while the ranks opened the store; start again, or give" in said
+
+
 @in_gate()
 def test_the_readers_command_killed_leaves_no_process(chapter: Path, tmp_path: Path) -> None:
     """Neither the server, nor a worker, nor what starts the workers."""
@@ -285,7 +300,7 @@ def test_the_readers_command_killed_leaves_no_process(chapter: Path, tmp_path: P
 
 # --------------------------------------------------------------------------------------------- checkpoints
 
-DECIDES = "variables level missing missing_chunks constant_cells train_times validation_times test_times patch_size".split()
+DECIDES = "snapshot variables level missing missing_chunks constant_cells train_times validation_times test_times patch_size".split()
 DECIDES += "batch_size accumulate_grad_batches max_steps learning_rate seed".split()
 BLOCKS_DECIDE = "patches_per_block shuffle_slots block_order".split()
 NETWORK_DECIDES = ["padding", "precision"]
