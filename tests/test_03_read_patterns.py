@@ -24,7 +24,7 @@ PLACES = {  # rows count from the south, chunks from the north: the northernmost
     "across the seam": {"time": 0, "latitude": slice(1, 17), "longitude": np.arange(30, 46) % 36},
 }
 INDEX = 5 * 9 * 16 + 4  # bytes at the end of a shard: offset and size of 5 x 9 chunks, and a checksum
-MODULES = ("costs", "netcdf_files", "server", "stores", "timeline", "ways")
+MODULES = ("costs", "netcdf_files", "references", "server", "stores", "timeline", "ways")
 
 thorough = pytest.mark.thorough
 
@@ -50,10 +50,11 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
         patch.setattr(found.stores, "QUICK", dict(found.stores.SIZE))  # so that they are quick
         for module in (found.costs, found.timeline):
             patch.setattr(module, "LATENCIES", (5,))
-        for module in (found.server, found.stores, found.netcdf_files):
+        for module in (found.server, found.stores, found.netcdf_files, found.references):
             patch.setattr(module, "BUCKETS", folder / "outputs")
         patch.setattr(found.netcdf_files, "BLOCK_BYTES", 4096)
-        patch.setattr(found.stores, "run_make_store", lambda *flags: make_store.main(list(map(str, flags))))
+        for module in (found.stores, found.references):
+            patch.setattr(module, "run_make_store", lambda *flags: make_store.main(list(map(str, flags))))
         found.stores.make_stores(LAYOUTS)
         patch.setattr(found.read_patterns, "make_stores", lambda layouts: None)
         for name in ("read_patterns", "results"):
@@ -197,6 +198,32 @@ def test_a_wrong_flag_is_named(flags: str, studies, capsys: pytest.CaptureFixtur
         studies.read_patterns.main(flags.split())
     assert ended.value.code == 2
     assert f"error: {flags.partition(' ')[2] or flags}: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_sample_by_reference_costs_the_chunks_of_the_files_that_it_touches(studies) -> None:
+    """And reads the values of the converted store."""
+    rows = studies.references.references(1)
+    assert [row["layout"] for row in rows] == [
+        "by reference",
+        "by reference",
+        "converted",
+        "converted, in Icechunk",
+    ]
+    maps, _, converted, copied = rows
+    assert maps["requests"] == converted["requests"] == copied["requests"] == 2  # whole maps of two variables
+    folder = studies.references.BUCKETS / studies.references.FOLDER
+    with studies.server.serve(0) as server:
+        found = {}
+        for key, branch in {
+            "1_19_36.icechunk": "main",
+            "12_10_18.icechunk": "main",
+            "winds.zarr": None,
+        }.items():
+            reader = studies.references.Layout("", (), key, branch).open(server)
+            found[key] = reader.read_at_once([{"time": slice(0, 48)}])
+    assert (folder / "12_10_18/1.nc").exists()
+    for values in found.values():
+        np.testing.assert_array_equal(values, found["winds.zarr"])
 
 
 @thorough

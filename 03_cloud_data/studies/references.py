@@ -75,6 +75,12 @@ def references(repeats: int) -> list[dict]:
     return rows
 
 
+def samples_in_epoch(reader: FieldReader) -> int:
+    """As many patches as have the cells of the store."""
+    sizes = reader.open().sizes
+    return sizes["time"] * sizes["latitude"] * sizes["longitude"] // SIZE["patch"] ** 2
+
+
 def write_files(folder: Path, chunk: tuple[int, ...]) -> None:
     """NetCDF files of these chunks, shuffled and deflated, as CDS and NASA give them."""
     folder.mkdir(parents=True)
@@ -157,7 +163,7 @@ def compare(layouts: list[Layout], server: Server, repeats: int) -> list[dict]:
             "requests": requests,
             "mb": size / 1e6,
         }
-        rows.append(row)
+        rows.append(row | {"samples_in_epoch": samples_in_epoch(readers[0])})
     return rows
 
 

@@ -22,7 +22,13 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader
 
 from arguments import add_options
-from checks import check_folder, check_secrets, check_server, check_store
+from checks import (
+    check_folder,
+    check_icechunk,
+    check_secrets,
+    check_server,
+    check_store,
+)
 from command_line import call_at, make_location, run
 from devices import set_devices
 from errors import DataError, print_note, program, refuse
@@ -120,6 +126,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     check_store("--store", args.store)
     check_store("--training-store", args.training_store)
     check_server(args, "training_store")
+    check_icechunk(args)
     if args.output.suffix not in (".zarr", ".nc"):
         refuse(f"--output {args.output}: give a name that ends in .zarr or .nc")
     check_folder("--output", str(args.output.parent))
@@ -140,7 +147,10 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
     reader = FieldReader(location, *asked_for)
     training = reader
     if args.training_store:
-        other = replace(location, url=args.training_store)
+        snapshot = record["options"].get("snapshot")  # which older runs do not say
+        other = replace(
+            location, url=args.training_store, icechunk=None, snapshot=snapshot
+        )
         training = FieldReader(other, *asked_for)
     seed = args.seed if args.gaps == "swaths" else None
     overlap = choose_overlap(args.overlap, record)

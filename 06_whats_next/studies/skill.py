@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from arguments import add_options
-from checks import check_secrets, check_server, check_store
+from checks import check_icechunk, check_secrets, check_server, check_store
 from command_line import call_at, make_location, run
 from errors import CheckpointError, DataError, refuse
 from evaluation import NETWORK, fills
@@ -244,6 +244,7 @@ def parse_study(summary: str, argv: list[str] | None) -> argparse.Namespace:
     check_secrets(args, "store", "endpoint")
     check_store("--store", args.store)
     check_server(args)
+    check_icechunk(args)
     for name, least in {"draws": 1, "overlap": 0}.items():
         value = getattr(args, name)
         if value is not None and value < least:
