@@ -30,9 +30,8 @@ class StepCheckpoint(ModelCheckpoint):
             reason = f"data begin at step {first}, and training at step {step}"
             raise CheckpointError(f"{reason}; give a whole checkpoint")
         step_of_rank_0 = trainer.strategy.broadcast(step)
-        if (
-            step != step_of_rank_0
-        ):  # else ranks would train on different steps, and hang
+        # Else ranks would train on different steps, and hang.
+        if step != step_of_rank_0:
             reason = f"this rank begins at step {step}, and rank 0 at {step_of_rank_0}"
             raise CheckpointError(f"{reason}; give all nodes the same checkpoint")
         snapshot = trainer.datamodule.hparams.snapshot

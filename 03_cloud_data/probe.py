@@ -23,7 +23,7 @@ from obstore.store import ObjectStore, from_url
 from arguments import add_options, option
 from checks import check_secrets, check_server, check_store
 from command_line import call_at, make_location, run
-from errors import print_note, program
+from errors import print_note, program, refuse
 from location import Location, client_options
 from options import PATCH_SIZE, VARIABLES, StoreOptions
 from probing.replay import Replay, draw_regions, replay
@@ -100,6 +100,8 @@ def parse_options(argv: list[str] | None) -> Options:
     check_secrets(args, "store", "endpoint")
     check_store("--store", args.store)
     check_server(args)
+    if args.icechunk or args.snapshot:
+        refuse("--icechunk, --snapshot: give a plain Zarr, whose GETs can be timed")
     return Options(**vars(args))
 
 

@@ -33,7 +33,9 @@ def check_server(args: argparse.Namespace, *others: str) -> None:
     if args.endpoint and not re.match("https?://", args.endpoint):
         refuse(f"--endpoint {args.endpoint}: give http://... or https://...")
     names = ("store", *others)
-    if args.endpoint and not any(is_on_s3(getattr(args, name)) for name in names):
+    refers = getattr(args, "icechunk", None)  # perhaps to files on S3
+    on_s3 = refers or any(is_on_s3(getattr(args, name)) for name in names)
+    if args.endpoint and not on_s3:
         flags = " or ".join(flag_of(name) for name in names)
         remedy = f"only for {flags} on s3://; leave it out"
         refuse(f"--endpoint {args.endpoint}: {remedy}")

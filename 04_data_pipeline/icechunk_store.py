@@ -5,7 +5,7 @@ on Python 3.11 and 2.3 or newer above: see https://icechunk.io.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, sleep
 from urllib.parse import urlsplit
@@ -57,51 +57,71 @@ def find_snapshot(location: Location) -> Snapshot:
     newest = None
     if location.icechunk:
         newest = find_newest(repository, location.icechunk)
-    id = location.snapshot or newest
-    about = repository.lookup_snapshot(id)  # a session does not look before it reads
-    session = repository.readonly_session(snapshot_id=id)
+    snapshot = location.snapshot or newest
+    about = repository.lookup_snapshot(snapshot)  # a session looks when it reads
+    session = repository.readonly_session(snapshot_id=snapshot)
     when = about.written_at.strftime("%Y-%m-%d %H:%M")
-    note = f"Icechunk snapshot {id}, of {when} UTC: {about.message}"
+    note = f"Icechunk snapshot {snapshot}, of {when} UTC: {about.message}"
     places = sorted(repository.config.virtual_chunk_containers or {})
     if places:
         note += f"; refers to files in {', '.join(places)}"
-    if newest and newest != id:
+    if newest and newest != snapshot:
         note += f"; {location.icechunk} is at {newest} now, which is not read"
-    return Snapshot(id, session.store, note)
+    return Snapshot(snapshot, session.store, note)
 
 
 def explain(error: Exception) -> str:
-    """What went wrong, without icechunk's account of where in its code, and what to do."""
+    """The reason in one line, and a remedy."""
     reason = first_line(error)
-    remedy = "check --icechunk, --snapshot and credentials"
+    remedy = "check URL, --endpoint, --icechunk, --snapshot and credentials"
     if OTHER_FORMAT in reason:
         remedy = "use Python 3.12 or newer, which icechunk 2 needs"
     if NO_REPOSITORY in reason:
-        remedy = "check URL and --endpoint, and credentials or --anonymous"
+        remedy = (
+            "leave --icechunk out if it is a plain Zarr, else check URL and --endpoint"
+        )
         reason = "no Icechunk repository is there"
     return f"{reason}; {remedy}"
 
 
-def open_repository(location: Location):
-    """The repository, which may read what its references name with the same credentials."""
+def open_repository(location: Location) -> icechunk.Repository:
+    """The repository, which may read the files that it refers to."""
     storage = make_storage(location)
     config = icechunk.Repository.fetch_config(storage)
     if config is None:
         config = icechunk.RepositoryConfig.default()
     config.storage = icechunk.StorageSettings(retries=make_retries(location))
-    containers = list((config.virtual_chunk_containers or {}).values())
     authorized = {}
-    for container in containers:
+    for container in list((config.virtual_chunk_containers or {}).values()):
         prefix = container.url_prefix
-        authorized[prefix] = make_credentials(prefix, location.anonymous)
-        if location.endpoint and prefix.startswith("s3://"):
-            # The server that holds the repository holds the files, wherever it is now.
-            config.set_virtual_chunk_container(make_container(prefix, location))
-    return icechunk.Repository.open(
-        storage,
-        config=config,
-        authorize_virtual_chunk_access=icechunk.containers_credentials(authorized),
-    )
+        if prefix.startswith("file:") and "://" in location.url:
+            continue  # a repository from elsewhere has no say on this disk
+        place = find_place(container, location)
+        if prefix.startswith("s3:"):
+            config.set_virtual_chunk_container(make_container(prefix, place))
+        authorized[prefix] = make_credentials(prefix, place.anonymous)
+    authorized = icechunk.containers_credentials(authorized)
+    return icechunk.Repository.open(storage, config, authorized)
+
+
+def find_place(
+    container: icechunk.VirtualChunkContainer, location: Location
+) -> Location:
+    """Where files that are referred to lie, and how they are asked for.
+
+    Keys go to AWS and to the server of --endpoint, which may have moved. Another server,
+    which the repository names, is asked without.
+    """
+    place = replace(location, url=container.url_prefix, endpoint=None)
+    if not place.url.startswith("s3:"):
+        return place
+    stored = container.store._0
+    place = replace(place, region=stored.region or location.region)
+    if not stored.endpoint_url:
+        return place
+    if location.endpoint:
+        return replace(place, endpoint=location.endpoint)
+    return replace(place, endpoint=stored.endpoint_url, anonymous=True)
 
 
 def make_storage(location: Location):
@@ -181,7 +201,8 @@ def make_credentials(prefix: str, anonymous: bool):
         return icechunk.s3_credentials(**access)
     if scheme in ("gs", "gcs"):
         return icechunk.gcs_credentials(**access)
-    return None  # of files and of web servers
+    access = "LocalFileSystemAccess" if scheme == "file" else "HttpAccess"
+    return getattr(icechunk.credentials, access, None)  # of which icechunk 1 has none
 
 
 def find_newest(repository, name: str) -> str:

@@ -26,7 +26,7 @@ REMEDIES = {
     "session.get_credentials": "give credentials in the environment, or --anonymous",
     "No module named": "add the package with `uv add`",
     "virtual chunk has changed": "refer to the file anew, or bring it back as it was",
-    "virtual reference": "check that the file is there, and may be read",
+    "virtual": "check that the file is there, whole, and may be read",
     "codec": "add the package that has this codec",
     "conflicting sizes": "an append was cut off: append the rest, or cut what is longer",
     "fill_value": "write the attribute _FillValue as xarray does, in base64, or remove it",

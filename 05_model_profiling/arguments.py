@@ -135,8 +135,8 @@ def require_same(names: list[str], before: dict, now: dict) -> None:
         raise CheckpointError(f"has {listed}, unknown here; {remedy}")
     for name in names:
         flag = flag_of(name)
-        if name not in before:
+        if name not in before and now[name] is not None:
             raise CheckpointError(f"does not say its {flag}; give no --resume")
-        if before[name] != now[name]:
+        if before.get(name) != now[name]:
             reason = f"has {flag} {before[name]}, not {now[name]}"
             raise CheckpointError(f"{reason}; give {flag} that, or no --resume")

@@ -20,7 +20,7 @@ def program() -> str:
     return path.parent.name if path.name == "__main__.py" else path.name
 
 
-BRANCHES = ("  |-> ", "  `-> ")
+CAUSES = ("  |-> ", "  `-> ")
 
 # Says what to mend, and exits with code 2.
 refuse = argparse.ArgumentParser(prog=program(), usage=argparse.SUPPRESS).error
@@ -32,7 +32,7 @@ def first_line(error: BaseException) -> str:
         error = error.exceptions[0]
     lines = str(error).strip().split("\n")
     # icechunk 1 puts a tree below what went wrong, and its causes at the end.
-    causes = [line.partition("-> ")[2] for line in lines if line.startswith(BRANCHES)]
+    causes = [line.partition("-> ")[2] for line in lines if line.startswith(CAUSES)]
     return ": ".join(dict.fromkeys(causes)) or lines[0] or type(error).__name__
 
 

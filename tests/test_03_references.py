@@ -9,6 +9,7 @@ from pathlib import Path
 
 import book
 import buckets
+import h5py
 import icechunk
 import numpy as np
 import programs
@@ -93,8 +94,8 @@ def folder(refer: Refer, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def references(refer: Refer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """References to files of two years on this disk, and the files' folder."""
-    files = tmp_path_factory.mktemp("files") / "raw"
+    """References to files of two years on this disk, and the files' folder, of an odd name."""
+    files = tmp_path_factory.mktemp("files") / "rå w"
     pattern = write_files(files, DEFLATED, YEARS[:2])
     target = tmp_path_factory.mktemp("made") / "winds"
     refer("--source", pattern, "--store", target)
@@ -181,9 +182,9 @@ def damage(path: Path, how: str) -> None:
 
 
 DAMAGE = {
-    "removed": r"u of 1982-01-01T00:00: u/c/0/\S+: .*; check that the file is there, and may be read$",
+    "removed": r"u of 1982-01-01T00:00: u/c/0/\S+: .*; check that the file is there, whole, and may be read$",
     "written anew": r"u of 1982-01-01T00:00: u/c/0/\S+: .* has changed .*; refer to the file anew, or bring",
-    "cut": r"u of 1982-01-01T00:00: u/c/0/\S+: .*; check that the file is there, and may be read$",
+    "cut": r"u of 1982-01-01T00:00: u/c/0/\S+: .*; check that the file is there, whole, and may be read$",
 }
 
 
@@ -226,9 +227,55 @@ def repeat_times(folder: Path) -> None:
     shutil.copy(folder / "raw/1982.nc", folder / "raw/1983.nc")
 
 
+def write_1983(folder: Path, winds: xr.Dataset, encoding: dict) -> None:
+    part = winds.sel(valid_time="1983")
+    each = dict.fromkeys(("u", "v"), encoding)
+    part.drop_vars("expver").to_netcdf(folder / "raw/1983.nc", engine="h5netcdf", encoding=each)
+
+
+def turn_around(folder: Path) -> None:
+    turned = as_in_files().transpose("valid_time", "longitude", "latitude")
+    write_1983(folder, turned, PACKED | {"chunksizes": (1, 20, 10)})
+
+
+def name_otherwise(folder: Path) -> None:
+    write_1983(folder, as_in_files().rename(latitude="lat"), PACKED)
+
+
+def leave_times_over(folder: Path) -> None:
+    for year in (1982, 1983):
+        (folder / f"raw/{year}.nc").unlink()
+    (folder / "raw").rmdir()
+    write_files(folder / "raw", PACKED | {"chunksizes": (5, 10, 20)}, YEARS[:2])  # of 37 and 36 times
+
+
+def mask_a_filter(folder: Path) -> None:
+    with h5py.File(folder / "raw/1983.nc", "a") as file:
+        file["u"].id.write_direct_chunk((0, 0, 0), bytes(400), filter_mask=1)
+
+
+def keep_values_elsewhere(folder: Path) -> None:
+    with h5py.File(folder / "raw/1983.nc", "a") as file:
+        outside = h5py.VirtualLayout(file["u"].shape, "int16")
+        outside[:] = h5py.VirtualSource(folder / "raw/1982.nc", "u", file["u"].shape)
+        kept = dict(file["u"].attrs)
+        del file["u"]
+        file.create_virtual_dataset("u", outside).attrs.update(kept)
+
+
+def name_as_a_url(folder: Path) -> None:
+    (folder / "raw/1983.nc").rename(folder / "raw/#1983.nc")
+
+
 REFUSED = {
     change_packing: r"--source \S+1983.nc: u has scale_factor 0.003, and before it had 0.002; convert such",
-    change_chunks: "--source: the files differ in chunks or codecs: .*; convert such files, with make_store",
+    change_chunks: r"--source \S+1983.nc: u has chunks \(1, 20, 40\), and before it had .*; convert such",
+    turn_around: r"--source \S+1983.nc: u has dimensions .*longitude', 'latitude.*; convert such files",
+    name_otherwise: r"--source \S+1983.nc: u has dimensions .*'lat', .*; convert such files",
+    leave_times_over: "--source: the files make no array: .*partial chunks.*; convert such files",
+    mask_a_filter: r"--source \S+1983.nc: .*some chunks of u lack a filter that others have.*; convert such",
+    keep_values_elsewhere: r"--source \S+1983.nc: .*the values of u are not in chunks of the file.*; convert",
+    name_as_a_url: r"--source \S+#1983.nc: a reference cannot hold the # in its name; rename it",
     cut_file: r"--source \S+1983.nc: .*; give whole NetCDF files",
     write_netcdf_3: r"--source \S+1983.nc: cannot be referred to .*; convert such files, with make_store",
     repeat_times: "--source: two files have 1982-01-01T00:00, or times around it",
@@ -244,7 +291,9 @@ def test_files_that_make_no_array_are_refused_and_nothing_is_made(change, refuse
     assert not (tmp_path / "winds").exists()
 
 
-def test_what_cannot_be_added_is_refused_and_the_branch_stays(references, refused, tmp_path: Path) -> None:
+def test_what_cannot_be_added_is_refused_and_the_branch_stays(
+    references, refer: Refer, refused, tmp_path: Path
+) -> None:
     target, files = references
     newest = reader_of(target, icechunk="main")
     newest.open()
@@ -258,7 +307,93 @@ def test_what_cannot_be_added_is_refused_and_the_branch_stays(references, refuse
     assert said == "--append: the repository has times to 1983-12-22T00:00; give later ones"
     write_files(tmp_path / "packed", PACKED, YEARS[2:3])
     said = refused("--source", tmp_path / "packed/*.nc", "--store", target, "--append")
-    assert said.startswith("--append: u has _FillValue -32767, and before it had")
+    assert said.startswith("--append: u has type <i2, and before it had <f4; convert such files")
+    late = as_in_files().sel(valid_time="1984").assign_coords(height=10.0)
+    (tmp_path / "high").mkdir()
+    each = dict.fromkeys(("u", "v"), DEFLATED)
+    late.to_netcdf(tmp_path / "high/1984.nc", engine="h5netcdf", encoding=each)
+    said = refused("--source", tmp_path / "high/*.nc", "--store", target, "--append")
+    assert "u has selected " in said and "height 10.0" in said
+    year = late.drop_vars("height")
+    for change, words in {
+        "v": (year.drop_vars("v"), "the repository has .*; give files like its own"),
+        "grid": (year.assign_coords(latitude=year.latitude + 1), "latitude differs from the repository's"),
+        "range": (year.assign(u=year.u.assign_attrs(valid_max=50.0)), "u has valid_max 50.0, and before"),
+    }.items():
+        each = {name: DEFLATED for name in words[0].data_vars}
+        words[0].to_netcdf(tmp_path / f"{change}.nc", engine="h5netcdf", encoding=each)
+        said = refused("--source", tmp_path / f"{change}.nc", "--store", target, "--append")
+        assert re.match(f"--append: {words[1]}", said), said
+    write_files(tmp_path / "raw", DEFLATED | {"chunksizes": (5, 10, 20)}, YEARS[:2])
+    refer("--source", tmp_path / "raw/1982.nc", "--store", tmp_path / "ragged")
+    said = refused("--source", tmp_path / "raw/1983.nc", "--store", tmp_path / "ragged", "--append")
+    assert said == "--append: the last chunk of u has 2 of 5 times; convert such files, with make_store.py"
     again = reader_of(target, icechunk="main")
     again.open()
     assert again.location == newest.location
+
+
+def test_files_may_be_added_from_another_folder(refer: Refer, tmp_path: Path, capsys) -> None:
+    """Which the repository may read from then on; a note names both, and what was said of the commit."""
+    for number, year in enumerate(YEARS[:2]):
+        write_files(tmp_path / str(year), DEFLATED, (year,))
+        more = ["--append", "--message", "one more"] if number else []
+        refer("--source", tmp_path / f"{year}/*.nc", "--store", tmp_path / "winds", *more)
+    assert "1 files of 1983-01-06 to 1983-12-22: 288 chunks of together 0.2 MB" in capsys.readouterr().out
+    reader = reader_of(tmp_path / "winds", icechunk="main")
+    reader.read("u", {"time": slice(0, 73)})
+    places = ", ".join(f"file://{tmp_path}/{year}/" for year in YEARS[:2])
+    assert reader.notes[0].endswith(f"UTC: one more; refers to files in {places}")
+
+
+def test_what_changes_while_it_is_referred_to_makes_no_snapshot(refused, tmp_path: Path, monkeypatch) -> None:
+    parts = importlib.import_module("referring.parts")
+    pattern = write_files(tmp_path / "raw", DEFLATED, YEARS[:1])
+    concatenate = parts.concatenate
+    touch = lambda *a: os.utime(tmp_path / "raw/1982.nc", (2**32, 2**32)) or concatenate(*a)  # noqa: E731
+    monkeypatch.setattr(parts, "concatenate", touch)
+    said = refused("--source", pattern, "--store", tmp_path / "winds")
+    assert said == "--source: files have changed meanwhile; run this again"
+    assert not (tmp_path / "winds").exists()
+
+
+def test_what_was_killed_before_its_commit_is_begun_again(refer: Refer, tmp_path: Path) -> None:
+    """With --append, because a repository is there."""
+    pattern = write_files(tmp_path / "raw", DEFLATED, YEARS[:1])
+    icechunk.Repository.create(icechunk.local_filesystem_storage(str(tmp_path / "winds")))
+    refer("--source", pattern, "--store", tmp_path / "winds", "--append")
+    assert reader_of(tmp_path / "winds", icechunk="main").open().sizes["time"] == 37
+
+
+def test_a_commit_that_comes_first_is_said(references, refused, tmp_path: Path, monkeypatch) -> None:
+    make_references = importlib.import_module("make_references")
+    shutil.copytree(references[0], tmp_path / "winds")
+    write_files(tmp_path / "raw", DEFLATED, YEARS[2:3])
+    holds_fields = make_references.holds_fields
+
+    def commit_first(store):
+        opened = icechunk.Repository.open(icechunk.local_filesystem_storage(str(tmp_path / "winds")))
+        session = opened.writable_session("main")
+        xr.Dataset({"other": 1}).to_zarr(session.store, consolidated=False, mode="a")
+        session.commit("first")
+        return holds_fields(store)
+
+    monkeypatch.setattr(make_references, "holds_fields", commit_first)
+    said = refused("--source", tmp_path / "raw/*.nc", "--store", tmp_path / "winds", "--append")
+    assert said == "--append: another commit to main came first; run this again"
+
+
+def test_what_is_not_given_or_is_no_place_is_refused(refused, tmp_path: Path) -> None:
+    assert refused("--store", tmp_path / "a").startswith("--source: not given")
+    assert refused("--source", "a.nc").startswith("--store: not given")
+    (tmp_path / "file").touch()
+    assert "a file; give a folder" in refused("--source", "a.nc", "--store", tmp_path / "file")
+    assert "credentials" in refused("--source", "a.nc", "--store", "s3://key:secret@host/a")
+
+
+def test_a_bucket_with_a_repository_says_how_to_open_it(folder: Path) -> None:
+    errors = importlib.import_module("errors")
+    with buckets.serving(folder, latency_ms=0) as address:
+        reader = reader_of("s3://winds/copied", endpoint=address, anonymous=True)
+        with pytest.raises(errors.DataError, match=r"^an Icechunk repository, .*; give --icechunk main"):
+            reader.open()

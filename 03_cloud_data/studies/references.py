@@ -42,11 +42,13 @@ class Layout:
 
     def open(self, server: Server) -> FieldReader:
         """A reader over S3."""
-        place = f"s3://{FOLDER}/{self.key}"
-        server = {"endpoint": server.address, "anonymous": True}
-        reader = FieldReader(
-            Location(place, **server, icechunk=self.icechunk), VARIABLES
+        place = Location(
+            f"s3://{FOLDER}/{self.key}",
+            endpoint=server.address,
+            anonymous=True,
+            icechunk=self.icechunk,
         )
+        reader = FieldReader(place, VARIABLES)
         reader.open()
         return reader
 
@@ -138,33 +140,33 @@ def copy_to_icechunk(store: Path, target: Path) -> None:
 def compare(layouts: list[Layout], server: Server, repeats: int) -> list[dict]:
     """Read the same patches of each layout, in turn, several times."""
     readers = [layout.open(server) for layout in layouts]
-    for (
-        reader
-    ) in readers:  # connections, and the parts of an index that say what is where
-        reader.read_at_once(
-            draw_regions(reader, SIZE["patch"], SIZE["batch"], seed=repeats)
-        )
-    rates: list[list[float]] = [[] for _ in layouts]
-    costs: list[list[np.ndarray]] = [[] for _ in layouts]
-    batch = SIZE["batch"]
-    for repeat in tqdm(range(repeats), "batches", disable=None):
-        for number, reader in enumerate(readers):
-            regions = draw_regions(reader, SIZE["patch"], batch, seed=repeat)
-            before = server.counts()
-            began = perf_counter()
-            reader.read_at_once(regions)
-            rates[number].append(batch / (perf_counter() - began))
-            costs[number].append((server.counts() - before) / batch)
+    for reader in readers:
+        # For connections, and for the parts of an index that say what is where.
+        read_batch(reader, server, seed=repeats)
+    found: list[list[np.ndarray]] = [[] for _ in readers]
+    for seed in tqdm(range(repeats), "batches", disable=None):
+        for each, reader in zip(found, readers):
+            each.append(read_batch(reader, server, seed))
     rows = []
-    for rate, cost in zip(rates, costs):
-        requests, size, _ = np.mean(cost, axis=0)
-        row = {
-            "samples_per_second": spread(rate),
-            "requests": requests,
-            "mb": size / 1e6,
-        }
-        rows.append(row | {"samples_in_epoch": samples_in_epoch(readers[0])})
+    for each, reader in zip(found, readers):
+        rates, requests, sizes = np.transpose(each)
+        row = {"samples_per_second": spread(rates.tolist())}
+        row["requests"] = float(requests.mean())
+        row["mb"] = float(sizes.mean() / 1e6)
+        rows.append(row | {"samples_in_epoch": samples_in_epoch(reader)})
     return rows
+
+
+def read_batch(reader: FieldReader, server: Server, seed: int) -> np.ndarray:
+    """Samples a second, and requests and bytes of each, (3,)."""
+    batch = SIZE["batch"]
+    regions = draw_regions(reader, SIZE["patch"], batch, seed)
+    before = server.counts()
+    began = perf_counter()
+    reader.read_at_once(regions)
+    rate = batch / (perf_counter() - began)
+    requests, size, _ = (server.counts() - before) / batch
+    return np.array([rate, requests, size])
 
 
 def name_of(chunk: tuple[int, ...]) -> str:

@@ -164,9 +164,9 @@ def predict(args: argparse.Namespace, location: Location) -> Path:
         seed=seed,
         folder=Path(args.climatology_dir),
     )
-    note = maps.describe_gaps()
-    if note:
-        print_note(note)
+    for note in [*reader.notes, maps.describe_gaps()]:
+        if note:
+            print_note(note)
     parts = {
         "checkpoint": sha256(args.checkpoint.read_bytes()).hexdigest(),
         "values": sha256_of_values(reader, maps.period),

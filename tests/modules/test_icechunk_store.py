@@ -7,8 +7,11 @@ import icechunk
 import icechunk_store
 import numpy as np
 import pytest
+import store_climatology
 import xarray as xr
 from errors import DataError
+from fields import split_times
+from location import Location
 from made_up_winds import make_winds, reader_of
 from options import parse_options
 
@@ -86,8 +89,14 @@ REFUSED = {
         {"icechunk": "mian"},
         "--icechunk mian: no such branch or tag; it has draft, main, v1$",
     ),
-    "no such snapshot": ({"snapshot": "0" * 20}, ".*; check --icechunk, --snapshot and credentials$"),
-    "no id": ({"snapshot": "main"}, "invalid snapshot id.*; check --icechunk, --snapshot and credentials$"),
+    "no such snapshot": (
+        {"snapshot": "0" * 20},
+        ".*; check URL, --endpoint, --icechunk, --snapshot and credentials$",
+    ),
+    "no id": (
+        {"snapshot": "main"},
+        "invalid snapshot id.*; check URL, --endpoint, --icechunk, --snapshot and credentials$",
+    ),
 }
 
 
@@ -101,7 +110,9 @@ def test_what_is_not_in_the_repository_is_said(case: str, repository, tmp_path: 
 
 def test_a_place_without_a_repository_is_said(winds: xr.Dataset, tmp_path: Path) -> None:
     winds.to_zarr(tmp_path / "zarr", consolidated=True)
-    with pytest.raises(DataError, match=r"^no Icechunk repository is there; check URL"):
+    with pytest.raises(
+        DataError, match=r"^no Icechunk repository is there; leave --icechunk out if it is a plain Zarr"
+    ):
         reader_of(tmp_path / "zarr", icechunk="main").open()
     with pytest.raises(DataError, match=r"icechunk \S+ cannot read ftp://; give a path, s3"):
         reader_of("ftp://a/b", icechunk="main").open()
@@ -111,6 +122,43 @@ def test_a_repository_of_a_later_format_asks_for_a_later_python() -> None:
     said = "  x this repository uses Icechunk v2 format, please upgrade the icechunk library\n  | \n"
     remedy = "use Python 3.12 or newer, which icechunk 2 needs"
     assert icechunk_store.explain(icechunk.IcechunkError(said)).endswith(f"library; {remedy}")
+
+
+def reach(made_with: str | None, **how: object) -> Location:
+    """Where a reader of a repository on s3:// looks for files of a container, of a server or of AWS."""
+    store = icechunk.s3_store(region="eu-west-1", endpoint_url=made_with, s3_compatible=bool(made_with))
+    container = icechunk.VirtualChunkContainer("s3://raw/", store)
+    return icechunk_store.find_place(container, Location("s3://winds/a", **how))
+
+
+def test_keys_go_to_aws_and_to_the_server_that_is_named_and_to_no_other() -> None:
+    """A repository may have been made by anybody."""
+    on_aws = reach(None, endpoint="http://127.0.0.1:9")
+    assert (on_aws.endpoint, on_aws.anonymous, on_aws.region) == (None, False, "eu-west-1")
+    moved = reach("http://127.0.0.1:1", endpoint="http://127.0.0.1:9")
+    assert (moved.endpoint, moved.anonymous) == ("http://127.0.0.1:9", False)
+    strange = reach("http://127.0.0.1:1")
+    assert (strange.endpoint, strange.anonymous) == ("http://127.0.0.1:1", True)
+    assert reach(None, anonymous=True).anonymous
+
+
+def test_an_s3_server_is_told_what_a_bucket_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    near = icechunk_store.describe_server(Location("s3://a/b", endpoint="http://127.0.0.1:9"))
+    assert near["force_path_style"] and near["region"] == "us-east-1"
+    monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
+    far = icechunk_store.describe_server(Location("s3://a/b", region="eu-west-1"))
+    assert far == {"region": "eu-west-1", "requester_pays": True}
+
+
+def test_a_climatology_is_of_one_snapshot(repository, tmp_path: Path) -> None:
+    """Else that of a branch's past would be taken for that of today."""
+    names = set()
+    for branch in ("main", "draft"):
+        reader = reader_of(tmp_path / "winds", "v", icechunk=branch)
+        reader.open()
+        (period,) = split_times(reader.open().time, {"--train-times": ["1982", "1983"]})
+        names.add(store_climatology.identify(reader, period))
+    assert len(names) == 2  # although v is the same on both
 
 
 def test_a_version_needs_a_store(capsys) -> None:

@@ -1,0 +1,1 @@
+"""From NetCDF files to references in Icechunk. make_references.py runs it; train.py needs none of it."""
