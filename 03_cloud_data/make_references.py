@@ -6,8 +6,7 @@
 
 No value is copied: the repository says in which bytes of which file each chunk lies. Each
 run adds a snapshot, and whoever trains stays on the one that it began with. The files keep
-their chunks, which decide how fast patches are read: see "By reference" on this chapter's
-page. They must stay as they are: one that is written later is refused when it is read.
+their chunks, which decide how fast patches are read: see appendix/by_reference.md. They must stay as they are: one that is written later is refused when it is read.
 
 You should see how many chunks of how many bytes the snapshot refers to, and its id.
 """

@@ -12,12 +12,14 @@ from threading import enumerate as threads
 
 import book
 import buckets
+import icechunk
 import numpy as np
 import programs
 import psutil
 import pytest
 import runs
 import torch
+import xarray as xr
 import zarr
 from alone import Alone, contents
 from made_up_winds import make_datamodule, make_winds, write
@@ -214,6 +216,32 @@ def test_killed_with_workers_nothing_is_left_and_it_resumes_to_the_bit_without(
         programs.require_success(chapter / "train.py", *flags, **faults)
     runs.assert_same_bits(tmp_path, alone.output)
     runs.assert_resumed(tmp_path, 2, alone.output)
+
+
+@in_gate("03_cloud_data")
+def test_from_icechunk_killed_and_resumed_after_a_commit_to_the_bits_of_the_plain_store(
+    chapter: Path, small: list[str], store: Path, tmp_path: Path, alone: Alone
+) -> None:
+    """The commit changes all values. Workers read, too."""
+    repository = icechunk.Repository.create(icechunk.local_filesystem_storage(str(tmp_path / "winds")))
+    session = repository.writable_session("main")
+    [statistics] = (store / "statistics").glob("*_*")
+    for group in (None, f"statistics/{statistics.name}"):
+        stored = xr.open_zarr(store, group=group, chunks=None, decode_cf=False, consolidated=False)
+        stored.to_zarr(session.store, group=group, consolidated=False)
+    first = session.commit("a copy")
+    faults = {"double_precision": True} | WAITS.get(chapter.name, {})
+    flags = [*small, "--store", tmp_path / "winds", "--icechunk", "main", "--resume", "auto"]
+    flags += ["--output-dir", tmp_path / "run", "--num-workers", 1]
+    assert programs.run(chapter / "train.py", *flags, kill_at_step=3, **faults).code == -9
+
+    session = repository.writable_session("main")
+    (xr.open_zarr(store, chunks=None, decode_cf=False)[[U, V]] + 1).to_zarr(session.store, mode="r+")
+    second = session.commit("other values")
+    done = programs.require_success(chapter / "train.py", *flags, **faults)
+    assert f"note: Icechunk snapshot {first}, of " in done.out
+    assert f"; main is at {second} now, which is not read\n" in done.out
+    runs.assert_same_bits(tmp_path / "run", alone.output)
 
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=thorough)])
