@@ -130,7 +130,7 @@ def usable_dates(time: xr.DataArray) -> np.ndarray:
     if dates.dtype.kind != "M":
         remedy = "mend the units of time"
         raise DataError(f"its times are {dates.dtype}, no dates; {remedy}")
-    if (np.diff(dates) <= np.timedelta64(0)).any():
+    if (np.diff(dates) <= np.timedelta64(0, "ns")).any():
         raise DataError("its times are not sorted; sort them in the file")
     return dates
 
