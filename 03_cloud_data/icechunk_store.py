@@ -20,6 +20,7 @@ FIRST_DELAY_MS = 100  # before a read is tried again; doubled each time
 LONGEST_DELAY_MS = 5000
 # Parts of icechunk's messages, which have no classes of their own in 1.1.
 NO_SUCH = "ref not found"
+NOT_THERE = ("not found", "NoSuchKey", "doesn't exist", "no longer exists")
 NO_REPOSITORY = "repository doesn't exist"
 BROKEN_BODY = "error reading a body"
 OTHER_FORMAT = "please upgrade the icechunk library"
@@ -58,13 +59,20 @@ def find_snapshot(location: Location) -> Snapshot:
     if location.icechunk:
         newest = find_newest(repository, location.icechunk)
     snapshot = location.snapshot or newest
-    about = repository.lookup_snapshot(snapshot)  # a session looks when it reads
+    try:
+        about = repository.lookup_snapshot(snapshot)  # a session looks when it reads
+    except icechunk.IcechunkError as error:
+        if not any(words in str(error) for words in NOT_THERE):
+            raise
+        reason = f"--snapshot {snapshot}: not in this repository"
+        raise DataError(f"{reason}; it may have been deleted") from error
     session = repository.readonly_session(snapshot_id=snapshot)
     when = about.written_at.strftime("%Y-%m-%d %H:%M")
-    note = f"Icechunk snapshot {snapshot}, of {when} UTC: {about.message}"
-    places = sorted(repository.config.virtual_chunk_containers or {})
+    note = f"Icechunk snapshot {snapshot}, of {when} UTC (last commit: {about.message})"
+    containers = (repository.config.virtual_chunk_containers or {}).values()
+    places = [describe_place(container, location) for container in containers]
     if places:
-        note += f"; refers to files in {', '.join(places)}"
+        note += f"; refers to files in {', '.join(sorted(places))}"
     if newest and newest != snapshot:
         note += f"; {location.icechunk} is at {newest} now, which is not read"
     return Snapshot(snapshot, session.store, note)
@@ -73,7 +81,7 @@ def find_snapshot(location: Location) -> Snapshot:
 def explain(error: Exception) -> str:
     """The reason in one line, and a remedy."""
     reason = first_line(error)
-    remedy = "check URL, --endpoint, --icechunk, --snapshot and credentials"
+    remedy = "check URL, --endpoint, --region, --snapshot and credentials"
     if OTHER_FORMAT in reason:
         remedy = "use Python 3.12 or newer, which icechunk 2 needs"
     if NO_REPOSITORY in reason:
@@ -122,6 +130,16 @@ def find_place(
     if location.endpoint:
         return replace(place, endpoint=location.endpoint)
     return replace(place, endpoint=stored.endpoint_url, anonymous=True)
+
+
+def describe_place(
+    container: icechunk.VirtualChunkContainer, location: Location
+) -> str:
+    """A place of files that are referred to, its server, and whether keys are sent there."""
+    place = find_place(container, location)
+    server = f" on {place.endpoint}" if place.endpoint else ""
+    without = " without keys" if place.anonymous > location.anonymous else ""
+    return f"{container.url_prefix}{server}{without}"
 
 
 def make_storage(location: Location):
@@ -215,4 +233,5 @@ def find_newest(repository, name: str) -> str:
                 raise
     names = sorted([*repository.list_branches(), *repository.list_tags()])
     reason = f"--icechunk {name}: no such branch or tag"
-    raise DataError(f"{reason}; it has {', '.join(names)}")
+    known = ", ".join(names)
+    raise DataError(f"{reason}; it has {known}; give an id as --snapshot")

@@ -118,6 +118,10 @@ def refer(options: Options) -> str:
         raise DataError(f"--store {options.store}: {reason}; {remedy}")
     places = [options.source_location(url) for url in options.source]
     files = list_files(places)
+    local = [file for file in files if "://" not in file.location.url]
+    if local and "://" in options.target.url:
+        reason = "only a repository on a disk refers to files on it"
+        raise DataError(f"--store {options.store}: {reason}; give a folder")
     source = open_source(files, options.variables)
     added, time = join(source)
     if identify(list_files(places)) != identify(files):
@@ -134,12 +138,15 @@ def refer(options: Options) -> str:
         last_updated_at=began + timedelta(seconds=1),  # of which whole seconds are kept
     )
     days = source.dates[[0, -1]].astype("datetime64[D]")
-    message = f"{len(files)} files of {days[0]} to {days[1]}"
+    number = "a file" if len(files) == 1 else f"{len(files)} files"
+    message = f"{number} of {days[0]} to {days[1]}"
     if exists:
         repository.save_config()  # which may have new places
     snapshot = commit(session, options.message or message)
     chunks, size = count_chunks(added)
     print(f"{message}: {chunks:,} chunks of together {size / 1e6:,.1f} MB")
+    for name, field in added.items():
+        print(f"  {name} in chunks of {' x '.join(map(str, field.data.chunks))}")
     print(f"snapshot {snapshot} of branch {BRANCH} in {options.store}")
     return snapshot
 

@@ -75,6 +75,11 @@ BY_NAME = {
     "winds": ["boto3", "cftime", "h5netcdf", "h5py", "numcodecs", "tensorboard"],
     "blank": ["boto3", "tensorboard"],
 }
+# Modules that tests import below all others, as where these tests come from.
+FIRST_PARTY = {
+    "winds": 'known-first-party = ["kept_rmse", "oi_baseline", "optimal_interpolation"]\n',
+    "blank": "",
+}
 DEVELOPMENT = ["pytest", "pytest-timeout", "ruff"]
 IGNORED = """.venv/
 __pycache__/
@@ -226,7 +231,8 @@ def describe_project(task: str, name: str, files: Files) -> str:
     development = choose(required["dependency-groups"]["dev"], set(DEVELOPMENT))
     text = (TEMPLATE / "pyproject.template").read_text().replace("{{name}}", name)
     text = text.replace("DEV_PACKAGES", list_packages(development))
-    return text.replace("PACKAGES", list_packages(packages))
+    text = text.replace("PACKAGES", list_packages(packages))
+    return text.replace("FIRST_PARTY\n", FIRST_PARTY[task])
 
 
 def choose(requirements: list[str], packages: set[str]) -> list[str]:

@@ -25,7 +25,7 @@ OTHER_FORMATS = {
 REMEDIES = {
     "session.get_credentials": "give credentials in the environment, or --anonymous",
     "No module named": "add the package with `uv add`",
-    "virtual chunk has changed": "refer to the file anew, or bring it back as it was",
+    "virtual chunk has changed": "bring the file back as it was, or refer anew in a new repository",
     "virtual": "check that the file is there, whole, and may be read",
     "codec": "add the package that has this codec",
     "conflicting sizes": "an append was cut off: append the rest, or cut what is longer",

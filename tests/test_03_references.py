@@ -183,7 +183,7 @@ def damage(path: Path, how: str) -> None:
 
 DAMAGE = {
     "removed": r"u of 1982-01-01T00:00: u/c/0/\S+: .*; check that the file is there, whole, and may be read$",
-    "written anew": r"u of 1982-01-01T00:00: u/c/0/\S+: .* has changed .*; refer to the file anew, or bring",
+    "written anew": r"u of 1982-01-01T00:00: u/c/0/\S+: .* has changed .*; bring the file back as it was, or refer",
     "cut": r"u of 1982-01-01T00:00: u/c/0/\S+: .*; check that the file is there, whole, and may be read$",
 }
 
@@ -304,7 +304,7 @@ def test_what_cannot_be_added_is_refused_and_the_branch_stays(
         "--source", files / "1983.nc", "--store", tmp_path / "none", "--append"
     )
     said = refused("--source", files / "1983.nc", "--store", target, "--append")
-    assert said == "--append: the repository has times to 1983-12-22T00:00; give later ones"
+    assert said == "--append: the repository has times to 1983-12-22T00:00; give only files of later times"
     write_files(tmp_path / "packed", PACKED, YEARS[2:3])
     said = refused("--source", tmp_path / "packed/*.nc", "--store", target, "--append")
     assert said.startswith("--append: u has type <i2, and before it had <f4; convert such files")
@@ -339,11 +339,11 @@ def test_files_may_be_added_from_another_folder(refer: Refer, tmp_path: Path, ca
         write_files(tmp_path / str(year), DEFLATED, (year,))
         more = ["--append", "--message", "one more"] if number else []
         refer("--source", tmp_path / f"{year}/*.nc", "--store", tmp_path / "winds", *more)
-    assert "1 files of 1983-01-06 to 1983-12-22: 288 chunks of together 0.2 MB" in capsys.readouterr().out
+    assert "a file of 1983-01-06 to 1983-12-22: 288 chunks of together 0.2 MB" in capsys.readouterr().out
     reader = reader_of(tmp_path / "winds", icechunk="main")
     reader.read("u", {"time": slice(0, 73)})
     places = ", ".join(f"file://{tmp_path}/{year}/" for year in YEARS[:2])
-    assert reader.notes[0].endswith(f"UTC: one more; refers to files in {places}")
+    assert reader.notes[0].endswith(f"UTC (last commit: one more); refers to files in {places}")
 
 
 def test_what_changes_while_it_is_referred_to_makes_no_snapshot(refused, tmp_path: Path, monkeypatch) -> None:

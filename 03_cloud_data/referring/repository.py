@@ -76,4 +76,4 @@ def require_later(added: xr.Dataset, store: Store, time: str) -> None:
     last = before[time].values[-1]
     if added[time].values[0] <= last:
         reason = f"the repository has times to {str(last)[:16]}"
-        raise DataError(f"--append: {reason}; give later ones")
+        raise DataError(f"--append: {reason}; give only files of later times")

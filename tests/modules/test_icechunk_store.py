@@ -87,15 +87,15 @@ def test_a_chunk_that_is_not_there_is_refused_as_in_any_store(tmp_path: Path, wi
 REFUSED = {
     "no such branch": (
         {"icechunk": "mian"},
-        "--icechunk mian: no such branch or tag; it has draft, main, v1$",
+        "--icechunk mian: no such branch or tag; it has draft, main, v1; give an id as --snapshot$",
     ),
     "no such snapshot": (
         {"snapshot": "0" * 20},
-        ".*; check URL, --endpoint, --icechunk, --snapshot and credentials$",
+        "--snapshot 0+: not in this repository; it may have been deleted$",
     ),
     "no id": (
         {"snapshot": "main"},
-        "invalid snapshot id.*; check URL, --endpoint, --icechunk, --snapshot and credentials$",
+        "invalid snapshot id.*; check URL, --endpoint, --region, --snapshot and credentials$",
     ),
 }
 
