@@ -6,13 +6,13 @@
 
 No value is copied: the repository says in which bytes of which file each chunk lies. Each
 run adds a snapshot, and whoever trains stays on the one that it began with. The files keep
-their chunks, which decide how fast patches are read: see appendix/by_reference.md. They must stay as they are: one that is written later is refused when it is read.
+their chunks, which decide how fast patches are read: see appendix/by_reference.md. They
+must stay as they are: one that is written later is refused when it is read.
 
 You should see how many chunks of how many bytes the snapshot refers to, and its id.
 """
 
 import argparse
-import os
 import warnings
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -22,9 +22,9 @@ import icechunk
 import xarray as xr
 
 from arguments import add_options, option
-from checks import check_folder, check_secrets
 from command_line import KNOWN_WARNINGS
-from conversion.files import identify, list_files
+from conversion.files import SourceFile, identify, list_files
+from conversion.options import FileOptions, check_places
 from conversion.sources import open_source
 from errors import DataError, refuse
 from icechunk_store import explain
@@ -37,21 +37,10 @@ BRANCH = "main"
 
 
 @dataclass(frozen=True)
-class Options:
-    """Files that are referred to, and where the repository is."""
+class RepositoryOptions:
+    """Where the repository is, and what is done to it."""
 
-    source: list[str] | None = option(
-        None, "NetCDF-4 files: patterns in quotes, paths, or URLs"
-    )
-    source_endpoint: str | None = option(
-        None, "an S3 server other than AWS's, for --source", metavar="URL"
-    )
-    source_region: str | None = option(None, "of the source's bucket on AWS")
-    source_anonymous: bool = option(False, "sign no request for a source")
-    variables: list[str] | None = option(
-        None, "if not given, all on time, latitude and longitude alone"
-    )
-    store: str | None = option(None, "the repository: a folder, s3:// or gs://")
+    store: str | None = option(None, "a folder, s3:// or gs://")
     endpoint: str | None = option(
         None, "an S3 server other than AWS's, for --store", metavar="URL"
     )
@@ -59,20 +48,15 @@ class Options:
     append: bool = option(False, "add later times to a repository that is there")
     message: str | None = option(None, "of the commit; if not given, what is added")
 
+
+@dataclass(frozen=True)
+class Options(RepositoryOptions, FileOptions):
+    """What the program was asked for, checked."""
+
     @property
     def target(self) -> Location:
         """Where the repository is."""
         return Location(self.store, endpoint=self.endpoint, region=self.region)
-
-    def source_location(self, url: str) -> Location:
-        """Where a source is."""
-        is_on_s3 = url.startswith("s3:")
-        return Location(
-            url,
-            endpoint=self.source_endpoint if is_on_s3 else None,
-            region=self.source_region if is_on_s3 else None,
-            anonymous=self.source_anonymous,
-        )
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -94,16 +78,15 @@ def parse_options(argv: list[str] | None) -> Options:
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
     summary = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
-    add_options(parser, Options)
+    for group in reversed(Options.__bases__):
+        add_options(parser, group)
     args = parser.parse_args(argv)
-    check_secrets(args, "store", "endpoint", "source_endpoint")
     for name in ("source", "store"):
         if not getattr(args, name):
             refuse(f"--{name}: not given; say what is referred to, and from where")
-    if "://" not in args.store:
-        if Path(args.store).is_file():
-            refuse(f"--store {args.store}: a file; give a folder, or a URL")
-        check_folder("--store", os.path.dirname(os.path.abspath(args.store)))
+    if Path(args.store).is_file():
+        refuse(f"--store {args.store}: a file; give a folder, or a URL")
+    check_places(args)
     return Options(**vars(args))
 
 
@@ -111,17 +94,9 @@ def refer(options: Options) -> str:
     """Add a snapshot that refers to the files; return its id."""
     began = datetime.now(UTC)
     exists = is_there(options.target)
-    if exists != options.append:
-        found = "an" if exists else "no"
-        remedy = "give --append, or another" if exists else "leave --append out"
-        reason = f"{found} Icechunk repository is there"
-        raise DataError(f"--store {options.store}: {reason}; {remedy}")
     places = [options.source_location(url) for url in options.source]
     files = list_files(places)
-    local = [file for file in files if "://" not in file.location.url]
-    if local and "://" in options.target.url:
-        reason = "only a repository on a disk refers to files on it"
-        raise DataError(f"--store {options.store}: {reason}; give a folder")
+    check_target(options, exists, files)
     source = open_source(files, options.variables)
     added, time = join(source)
     if identify(list_files(places)) != identify(files):
@@ -137,18 +112,28 @@ def refer(options: Options) -> str:
         append_dim=time if follows else None,
         last_updated_at=began + timedelta(seconds=1),  # of which whole seconds are kept
     )
+    if exists:
+        repository.save_config()  # which may have new places
     days = source.dates[[0, -1]].astype("datetime64[D]")
     number = "a file" if len(files) == 1 else f"{len(files)} files"
     message = f"{number} of {days[0]} to {days[1]}"
-    if exists:
-        repository.save_config()  # which may have new places
     snapshot = commit(session, options.message or message)
-    chunks, size = count_chunks(added)
-    print(f"{message}: {chunks:,} chunks of together {size / 1e6:,.1f} MB")
-    for name, field in added.items():
-        print(f"  {name} in chunks of {' x '.join(map(str, field.data.chunks))}")
+    print_chunks(message, added)
     print(f"snapshot {snapshot} of branch {BRANCH} in {options.store}")
     return snapshot
+
+
+def check_target(options: Options, exists: bool, files: list[SourceFile]) -> None:
+    """DataError if nothing can be put there, or if it may not refer to these files."""
+    if exists != options.append:
+        found = "an" if exists else "no"
+        remedy = "give --append, or another" if exists else "leave --append out"
+        reason = f"{found} Icechunk repository is there"
+        raise DataError(f"--store {options.store}: {reason}; {remedy}")
+    are_here = ["://" not in file.location.url for file in files]
+    if any(are_here) and "://" in options.store:
+        reason = "only a repository on a disk refers to files on it"
+        raise DataError(f"--store {options.store}: {reason}; give a folder")
 
 
 def commit(session: icechunk.Session, message: str) -> str:
@@ -160,12 +145,21 @@ def commit(session: icechunk.Session, message: str) -> str:
         raise DataError(f"--append: {reason}; run this again") from error
 
 
-def count_chunks(fields: xr.Dataset) -> tuple[int, int]:
-    """How many chunks are referred to, and how many bytes they have."""
+def print_chunks(message: str, added: xr.Dataset) -> None:
+    """What is referred to: how many chunks of how many bytes, and of which shape."""
     lengths = []
-    for field in fields.values():
+    shapes = []
+    for name, field in added.items():
         lengths += [entry["length"] for entry in field.data.manifest.dict().values()]
-    return len(lengths), sum(lengths)
+        shapes.append(
+            f"  {name} in chunks of {' x '.join(map(str, field.data.chunks))}"
+        )
+    size = sum(lengths) / 1e6
+    print(
+        f"{message}: {len(lengths):,} chunks of together {size:,.1f} MB",
+        *shapes,
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

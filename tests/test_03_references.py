@@ -389,6 +389,17 @@ def test_what_is_not_given_or_is_no_place_is_refused(refused, tmp_path: Path) ->
     (tmp_path / "file").touch()
     assert "a file; give a folder" in refused("--source", "a.nc", "--store", tmp_path / "file")
     assert "credentials" in refused("--source", "a.nc", "--store", "s3://key:secret@host/a")
+    assert "credentials" in refused("--source", "https://key:secret@host/a.nc", "--store", tmp_path / "a")
+
+
+def test_a_repository_in_a_bucket_refers_to_no_file_on_a_disk(tmp_path: Path) -> None:
+    """Nobody else could read it, and no reader opens such a file for it."""
+    make_references = importlib.import_module("make_references")
+    write_files(tmp_path / "raw", DEFLATED, YEARS[:1])
+    options = make_references.Options(store="s3://a/b", source=[str(tmp_path / "raw/1982.nc")])
+    files = make_references.list_files([options.source_location(url) for url in options.source])
+    with pytest.raises(importlib.import_module("errors").DataError, match="only a repository on a disk"):
+        make_references.check_target(options, False, files)
 
 
 def test_a_bucket_with_a_repository_says_how_to_open_it(folder: Path) -> None:

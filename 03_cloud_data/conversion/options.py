@@ -46,13 +46,12 @@ class TargetOptions:
 
 
 @dataclass(frozen=True)
-class SourceOptions:
-    """What it is made of."""
+class FileOptions:
+    """Which files are read."""
 
     source: list[str] | None = option(
         None,
-        "NetCDF files: patterns in quotes, paths, or URLs of s3://, gs:// and https://; "
-        "if not given, files of made-up winds",
+        "NetCDF files: patterns in quotes, paths, or URLs of s3://, gs:// and https://",
     )
     source_endpoint: str | None = option(
         None, "an S3 server other than AWS's, for --source", metavar="URL"
@@ -62,6 +61,22 @@ class SourceOptions:
     variables: list[str] | None = option(
         None, "if not given, all on time, latitude and longitude alone"
     )
+
+    def source_location(self, url: str) -> Location:
+        """Where a source is."""
+        is_on_s3 = url.startswith("s3:")
+        return Location(
+            url,
+            endpoint=self.source_endpoint if is_on_s3 else None,
+            region=self.source_region if is_on_s3 else None,
+            anonymous=self.source_anonymous,
+        )
+
+
+@dataclass(frozen=True)
+class SourceOptions(FileOptions):
+    """What it is made of: files, or made-up winds without --source."""
+
     days: int | None = option(
         None,
         f"to make up, spread over the {DAYS} of 1982 to 1992; if not given, 396",
@@ -133,16 +148,6 @@ class Options(RunOptions, LayoutOptions, SourceOptions, TargetOptions):
         """Where the store is."""
         return Location(self.store, endpoint=self.endpoint)
 
-    def source_location(self, url: str) -> Location:
-        """Where a source is."""
-        is_on_s3 = url.startswith("s3:")
-        return Location(
-            url,
-            endpoint=self.source_endpoint if is_on_s3 else None,
-            region=self.source_region if is_on_s3 else None,
-            anonymous=self.source_anonymous,
-        )
-
 
 def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     """The options of a command line; exits with code 2 and a remedy if one is wrong."""
@@ -151,7 +156,7 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     for group in reversed(Options.__bases__):
         add_options(parser, group)
     args = parser.parse_args(argv)
-    check_places(args)
+    check_places(args, writes=not args.verify)
     if args.chunk:
         args.chunk = read_chunk(args.chunk)
     elif args.patch_size:
@@ -175,7 +180,7 @@ def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     return options
 
 
-def check_places(args: argparse.Namespace) -> None:
+def check_places(args: argparse.Namespace, writes: bool = True) -> None:
     """Refuse places that cannot be, or that hold a secret."""
     check_secrets(args, "store", "endpoint", "source_endpoint")
     for url in args.source or []:
@@ -187,7 +192,6 @@ def check_places(args: argparse.Namespace) -> None:
             )
     if not args.store:
         refuse("--store: is empty; give a folder or a URL")
-    writes = not args.verify
     if writes and "://" not in args.store:
         check_folder("--store", os.path.dirname(os.path.abspath(args.store)))
 
