@@ -20,11 +20,13 @@ from command_line import KNOWN_WARNINGS
 from results import RESULTS, parse_studies, save_rows
 from studies.costs import patterns, server_alone
 from studies.references import references
+from studies.retries import retries
 from studies.shapes import latency, shapes
 from studies.starts import start_methods
 from studies.stores import LAYOUTS, QUICK, SIZE, make_stores
 from studies.timeline import plot_timeline, timeline
 from studies.whole_programs import command, making
+from studies.zarr_versions import zarr_versions
 
 # Each takes the number of repeats and returns rows.
 STUDIES = {
@@ -34,9 +36,11 @@ STUDIES = {
     "timeline": timeline,
     "server": server_alone,
     "patterns": patterns,
+    "retries": retries,
     "latency": latency,
     "shapes": shapes,
     "references": references,
+    "zarr_versions": zarr_versions,
 }
 OF_THEIR_OWN = (
     "command",
@@ -44,6 +48,7 @@ OF_THEIR_OWN = (
     "latency",
     "shapes",
     "references",
+    "zarr_versions",
 )  # which need none of LAYOUTS
 
 

@@ -35,10 +35,10 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def serve(latency_ms: float) -> Iterator[Server]:
-    """Serve the buckets in chapter 3's outputs/ while the block runs."""
+def serve(latency_ms: float, *faults: object) -> Iterator[Server]:
+    """Serve the buckets in chapter 3's outputs/ while the block runs, with these flags."""
     command = [sys.executable, CLOUD / "local_s3.py", "--until-stdin-ends"]
-    command += ["--folder", BUCKETS, "--latency-ms", str(latency_ms)]
+    command += ["--folder", BUCKETS, "--latency-ms", *map(str, (latency_ms, *faults))]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

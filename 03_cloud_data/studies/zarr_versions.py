@@ -1,0 +1,185 @@
+"""Is Zarr 3 slower? The format and the release of Zarr apart: the same reads by three of them."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import chain, product
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import zarr
+from numcodecs import Blosc
+from tqdm import tqdm
+from zarr.codecs import BloscCodec, Crc32cCodec
+
+from errors import refuse
+from options import VARIABLES
+from results import spread
+from studies.server import BUCKETS, serve
+from studies.stores import SIZE, full_or_quick, run_make_store
+
+# By one Python, so that nothing but Zarr differs. None: this Python, and the Zarr that it has.
+PYTHON = "3.13"
+RELEASES = ("zarr==2.*", "zarr==3.1.*", "zarr>=3.4")
+CLIENTS = ("s3fs", "obstore")
+FUSED = "zarr.core.codec_pipeline.FusedCodecPipeline"  # from 3.4 on, if asked for
+LATENCY = 30
+TIMES = 24
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array is stored. Shards are whole maps."""
+
+    name: str
+    zarr_format: int
+    side: int | None  # of a chunk, in cells; None: the map
+    has_shards: bool = False
+    has_checksums: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of its folder."""
+        return self.name.replace(" ", "_").replace(",", "")
+
+
+LAYOUTS = (
+    Layout("whole maps, format 2", 2, None),
+    Layout("whole maps, format 3", 3, None),
+    Layout("128 x 128, format 2", 2, 128),
+    Layout("128 x 128, format 3", 3, 128),
+    Layout("128 x 128, format 3 with checksums", 3, 128, has_checksums=True),
+    Layout("128 x 128 in shards", 3, 128, has_shards=True),
+    Layout("64 x 64 in shards", 3, 64, has_shards=True),
+)
+
+
+def zarr_versions(repeats: int) -> list[dict]:
+    """A row for each release of Zarr, client, layout and way to read."""
+    folder = BUCKETS / f"zarr_versions_{SIZE['resolution']:g}"  # a bucket
+    write_layouts(folder)
+    readers = full_or_quick(
+        [*product(RELEASES, [None]), (RELEASES[-1], FUSED)], [(None, None)]
+    )
+    found: dict[tuple, list[dict]] = {}
+    with serve(full_or_quick(LATENCY, 0)) as server:
+        asked = {"folder": str(folder), "server": server.address, "cases": list_cases()}
+        asked |= {"seconds": full_or_quick(1.0, 0.05), "patch": SIZE["patch"]}
+        for _, reader in tqdm(
+            list(product(range(repeats), readers)), "Zarr", disable=None
+        ):
+            for row in read_with(*reader, asked):
+                labels = ("zarr", "client", "layout", "way")
+                key = (reader[1], *(row[label] for label in labels))
+                found.setdefault(key, []).append(row)
+    check_values(found)
+    return [summarise(pipeline, rows) for (pipeline, *_), rows in found.items()]
+
+
+def check_values(found: dict[tuple, list[dict]]) -> None:
+    """RuntimeError unless all have read the same values, way by way."""
+    read: dict[str, set] = {}
+    for row in chain(*found.values()):
+        read.setdefault(row["way"], set()).add(row["crc32"])
+    for way, checksums in read.items():
+        if len(checksums) > 1:
+            raise RuntimeError(f"{way}: not all have read the same values")
+
+
+def list_cases() -> list[dict]:
+    """What is read. Through s3fs, which Zarr 2 needs, only what Zarr 2 can read, too."""
+    cases = []
+    clients = full_or_quick(("disk", *CLIENTS), ("disk", "obstore"))
+    for layout, client in product(LAYOUTS, clients):
+        if client == "s3fs" and layout.zarr_format > 2:
+            continue
+        for way in ("a patch", "a map", "patches at once"):
+            case = {"layout": layout.name, "key": layout.key, "client": client}
+            cases.append(case | {"zarr_format": layout.zarr_format, "way": way})
+    return cases
+
+
+def read_with(release: str | None, pipeline: str | None, asked: dict) -> list[dict]:
+    """Run zarr_reads.py with a release of Zarr, in an environment that uv makes and keeps."""
+    run = [sys.executable]
+    if release:
+        run = ["uv", "run", "--quiet", "--no-project", "--python", PYTHON]
+        for package in (release, *CLIENTS):
+            run += ["--with", package]
+        run.append("python")
+    run.append(str(Path(__file__).with_name("zarr_reads.py")))
+    chosen = {"ZARR_CODEC_PIPELINE__PATH": pipeline} if pipeline else {}
+    done = subprocess.run(
+        run,
+        input=json.dumps(asked),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | chosen,
+    )
+    if done.returncode:
+        refuse(f"{release}: it cannot be had or run; see above")
+    return json.loads(done.stdout)
+
+
+def summarise(pipeline: str | None, rows: list[dict]) -> dict:
+    """One row of those of all rounds."""
+    labels = ("zarr", "client", "layout", "way")
+    row = {"pipeline": pipeline and pipeline.rpartition(".")[2]}
+    row |= {label: rows[0][label] for label in labels}
+    row["reads_per_second"] = spread([each["reads_per_second"] for each in rows])
+    for name in ("cpu_ms", "requests", "mb"):
+        row[name] = median(each[name] for each in rows)
+    return row
+
+
+def write_layouts(folder: Path) -> None:
+    """One variable of made-up winds, as each layout has it; what is there is kept."""
+    source = folder / "winds.zarr"
+    rows = round(180 / SIZE["resolution"]) + 1
+    flags = [
+        "--days",
+        TIMES,
+        "--resolution",
+        SIZE["resolution"],
+        "--chunk",
+        1,
+        rows,
+        2 * rows - 2,
+    ]
+    run_make_store(*flags, "--store", source)
+    winds = zarr.open_group(source, mode="r")[VARIABLES[0]][:]
+    for layout in LAYOUTS:
+        if not (folder / layout.key).exists():
+            write(folder / layout.key, layout, winds)
+
+
+def write(path: Path, layout: Layout, winds: np.ndarray) -> None:
+    """An array in its layout, whole or not at all."""
+    cells = winds.shape[1:]
+    side = layout.side
+    chunk = (1, *(min(side or size, size) for size in cells))
+    if layout.zarr_format == 2:
+        compressors = [Blosc("zstd", 3, Blosc.BITSHUFFLE)]
+    else:
+        compressors = [BloscCodec(cname="zstd", clevel=3, shuffle="bitshuffle")]
+    if layout.has_checksums:
+        compressors.append(Crc32cCodec())
+    shard = None
+    if layout.has_shards:
+        shard = (1, *(-(-size // of) * of for size, of in zip(cells, chunk[1:])))
+    part = path.with_suffix(".part")
+    array = zarr.create_array(
+        part,
+        shape=winds.shape,
+        dtype=winds.dtype,
+        chunks=chunk,
+        shards=shard,
+        compressors=compressors,
+        zarr_format=layout.zarr_format,
+        overwrite=True,
+    )
+    array[:] = winds
+    part.rename(path)
