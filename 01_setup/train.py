@@ -113,7 +113,7 @@ def rename_dimensions(dataset: xr.Dataset) -> xr.Dataset:
 
 
 def sort_coordinates(dataset: xr.Dataset) -> xr.Dataset:
-    """Sort the dimensions, with longitudes that do not jump where a region crosses 0 or 180 degrees."""
+    """Sort the dimensions, with longitudes that do not jump where an area crosses 0 or 180 degrees."""
     dataset = dataset.assign_coords(longitude=dataset.longitude + 0.0)  # np.unwrap wants no integers
     steps = np.diff(np.unwrap(dataset.longitude, period=360))
     if steps.min() < 0 < steps.max():  # np.unwrap takes a jump of over 180 degrees for a step across the seam

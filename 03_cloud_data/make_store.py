@@ -31,7 +31,7 @@ from obstore.store import ObjectStore
 from conversion.blocks import Pool, open_pool
 from conversion.files import SourceFile, identify, list_files
 from conversion.finishing import choose_spans, describe, finish
-from conversion.making import Making, compare_source, list_unwritten, write_regions
+from conversion.making import Making, compare_source, list_unwritten, write_slabs
 from conversion.metadata import ROOT, make_skeleton, put_in_place
 from conversion.options import (
     SETTINGS,
@@ -41,7 +41,14 @@ from conversion.options import (
     parse_options,
     require_same,
 )
-from conversion.progress import REGIONS, State, load_objects, load_state, save_objects
+from conversion.progress import (
+    MAKE_ANEW,
+    SLABS,
+    State,
+    load_objects,
+    load_state,
+    save_objects,
+)
 from conversion.sources import Source, open_source, require_same_attributes
 from conversion.target import connect, discard, remove_partial
 from conversion.verification import count_whole, find_damage, require_none, verify
@@ -58,7 +65,7 @@ ABSENT = "nothing is there; make it first"
 def main(argv: list[str] | None = None) -> dict:
     """Make, append to, verify or repair a store.
 
-    Returns its name, its sizes in bytes, and the number of its objects and regions.
+    Returns its name, its sizes in bytes, and the number of its objects and slabs.
     """
     began = perf_counter()
     options = parse_options(__doc__.splitlines()[0], argv)
@@ -118,6 +125,8 @@ def load_making(options: Options, store: ObjectStore, pool: Pool) -> Making | No
         return None
     if state is None:
         raise DataError(ABSENT)
+    if state.settings.keys() != SETTINGS.keys():
+        raise DataError(f"begun by another version of make_store.py; {MAKE_ANEW}")
     settings = make_settings(options, state.settings)
     require_same(settings, state.settings)
     layout = make_layout(state.settings)
@@ -150,7 +159,7 @@ def make(
     if len(state.files) > 1 and not state.whole:
         raise DataError("an append was begun; give that --append again")
     if state.files != [identity]:
-        require_files(making, files, making.regions)
+        require_files(making, files, making.slabs)
         source = open_sources(options, settings, files)
         compare_source(making, source, 0)
         if state.files != [identify([])]:  # one of made-up winds stays so
@@ -202,7 +211,7 @@ def extend(making: Making, source: Source, identity: str) -> Making:
         reason += f", is not after the store's last, {str(last)[:16]}"
         raise DataError(f"{reason}; give files of later times")
     count_whole(making)
-    require_none(making, find_damage(making, making.regions[-1:]))
+    require_none(making, find_damage(making, making.slabs[-1:]))
     before = making.state
     dates = np.concatenate([making.dates, source.dates])
     files = [*before.files, identity]
@@ -227,9 +236,9 @@ def verify_store(making: Making) -> dict:
 
 
 def repair(making: Making, options: Options) -> dict:
-    """Write anew what is damaged or missing: regions from the sources, all else without.
+    """Write anew what is damaged or missing: slabs from the sources, all else without.
 
-    Of a store that is not finished, the regions that are recorded.
+    Of a store that is not finished, the slabs that are recorded.
     """
     damaged = verify(making)
     firsts = set()
@@ -243,15 +252,15 @@ def repair(making: Making, options: Options) -> dict:
     if firsts:
         files = list_sources(options)
         require_files(making, files, sorted(firsts))
-        are_records_lost = any(one.object.startswith(REGIONS) for one in damaged)
+        are_records_lost = any(one.object.startswith(SLABS) for one in damaged)
         if are_records_lost and identify(files) not in making.state.files:
-            reason = f"a file in {REGIONS} is lost, so nobody knows other files' values"
+            reason = f"a file in {SLABS} is lost, so nobody knows other files' values"
             raise DataError(f"{reason}; give the very files that were converted")
         source = open_sources(options, making.state.settings, files)
         for first in firsts:
-            region = making.layout.region(first, making.state.times)
-            source.find(making.dates[region])  # all of it, or nothing is written
-        write_regions(making, source, sorted(firsts), 0)
+            slab = making.layout.slab(first, making.state.times)
+            source.find(making.dates[slab])  # all of it, or nothing is written
+        write_slabs(making, source, sorted(firsts), 0)
         require_none(making, find_damage(making, sorted(firsts)))
     for one in damaged:  # what there is of them, others do not replace
         if one.object in ROOT:
@@ -265,9 +274,9 @@ def repair(making: Making, options: Options) -> dict:
 
 
 def require_files(making: Making, files: list[SourceFile], firsts: Sequence) -> None:
-    """DataError if these regions need files that are not given."""
+    """DataError if these slabs need files that are not given."""
     if not files and making.state.files != [identify([])]:
-        end = making.layout.region(firsts[-1], making.state.times).stop
+        end = making.layout.slab(firsts[-1], making.state.times).stop
         dates = [str(making.dates[time])[:10] for time in (firsts[0], end - 1)]
         reason = "--source: not given, but the store was made of your files"
         raise DataError(f"{reason}; give those of {' to '.join(dates)}")
@@ -289,12 +298,12 @@ def open_sources(options: Options, settings: dict, files: list[SourceFile]) -> S
 
 
 def fill(making: Making, source: Source) -> None:
-    """Write the regions that the store lacks."""
+    """Write the slabs that the store lacks."""
     remove_partial(making.location)
     kept = making.state.starts[-1]
     if not kept:  # else readers go by what is there
         put_in_place(making.store, making.skeleton)
-    write_regions(making, source, list_unwritten(making), kept)
+    write_slabs(making, source, list_unwritten(making), kept)
 
 
 def complete(making: Making, options: Options) -> dict:

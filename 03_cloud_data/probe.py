@@ -4,7 +4,7 @@
     uv run python probe.py --store s3://bucket/winds.zarr    # or gs://, https://
     uv run python probe.py --store ... --egress-price 0.09   # it is read from elsewhere
 
-It times GETs of one byte and of whole chunks, alone and many at once. Then it cuts one map
+It times GETs of one byte and of whole chunks, alone and many at once, cuts two maps
 into chunks of other shapes, in memory, and reads batches out of them. You should see the
 latency, how many reads at once are worth it, what an epoch costs in requests, bytes and
 dollars, and which chunks would be the fastest and the cheapest. It reads less than 500 MB.
@@ -26,7 +26,7 @@ from command_line import call_at, make_location, run
 from errors import print_note, program, refuse
 from location import Location, client_options
 from options import PATCH_SIZE, VARIABLES, StoreOptions
-from probing.replay import Replay, draw_regions, replay
+from probing.replay import Replay, draw_boxes, replay
 from probing.wire import Wire, measure_wire
 from store import FieldReader
 
@@ -111,7 +111,7 @@ def probe(options: Options, location: Location) -> dict:
     reader.open()
     for note in reader.notes:
         print_note(note)
-    draw_regions(reader, options.patch_size, 1, seed=0)  # do they fit?
+    draw_boxes(reader, options.patch_size, 1, seed=0)  # do they fit?
     wire = measure_wire(connect(location), reader)
     print_wire(wire)
     now = read_as_it_is(reader, options)
@@ -146,9 +146,9 @@ def read_as_it_is(reader: FieldReader, options: Options) -> Reading:
     apart = reader.counted_apart()
     seconds = []
     for batch in range(BATCHES):
-        regions = draw_regions(reader, options.patch_size, options.batch_size, batch)
+        boxes = draw_boxes(reader, options.patch_size, options.batch_size, batch)
         began = perf_counter()
-        apart.read_at_once(regions)
+        apart.read_at_once(boxes)
         seconds.append(perf_counter() - began)
     requests, size, _ = apart.traffic.counts()
     samples = BATCHES * options.batch_size

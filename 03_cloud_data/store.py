@@ -1,4 +1,4 @@
-"""A Zarr store behind a path or a URL, read many regions at once, every request counted."""
+"""A Zarr store behind a path or a URL, read many boxes at once, every request counted."""
 
 import asyncio
 import re
@@ -210,7 +210,7 @@ def require_coordinates(store: CountingStore, dataset: xr.Dataset) -> None:
 
 
 class FieldReader:
-    """Reads regions of some variables of a store, and counts what it asks for.
+    """Reads boxes of cells of some variables, and counts what it asks for.
 
     Each process opens the store for itself, at its first read: a client's threads and
     connections survive neither a fork nor a pickle.
@@ -287,8 +287,8 @@ class FieldReader:
         other.times_per_chunk = self.times_per_chunk
         return other
 
-    def read(self, name: str, region: dict) -> np.ndarray:
-        """A variable in a region, (latitude, longitude), or (time, latitude, longitude).
+    def read(self, name: str, box: dict) -> np.ndarray:
+        """A variable in a box, (latitude, longitude), or (time, latitude, longitude).
 
         float32, also where packed values would give more, so that a store and its copy
         that is not packed train to the same weights.
@@ -298,9 +298,9 @@ class FieldReader:
         fields = self.open()
         before = CURRENT_TRAFFIC.set(self.traffic)
         try:
-            values = fields.variables[name].isel(region).load()
+            values = fields.variables[name].isel(box).load()
         except Exception as error:
-            dates = np.atleast_1d(fields.time.values[region["time"]])
+            dates = np.atleast_1d(fields.time.values[box["time"]])
             when = str(dates[0])[:16]
             if len(dates) > 1:
                 when = f"{len(dates)} times from {when} on"
@@ -316,14 +316,14 @@ class FieldReader:
         values = limits.mask(values) if limits else values
         return values.astype("float32", copy=False)
 
-    def read_at_once(self, regions: list[dict]) -> np.ndarray:
-        """All variables in each region, (regions, variables, H, W), a thread for each read."""
-        names = self.variables * len(regions)
-        repeated = [region for region in regions for _ in self.variables]
+    def read_at_once(self, boxes: list[dict]) -> np.ndarray:
+        """All variables in each box, (boxes, variables, H, W), a thread for each read."""
+        names = self.variables * len(boxes)
+        repeated = [box for box in boxes for _ in self.variables]
         with ThreadPoolExecutor(READS_AT_ONCE) as threads:
             parts = list(threads.map(self.read, names, repeated))
         values = np.stack(parts)
-        return values.reshape(len(regions), len(self.variables), *values.shape[1:])
+        return values.reshape(len(boxes), len(self.variables), *values.shape[1:])
 
     def split_by_chunk(self, positions: np.ndarray) -> list[np.ndarray]:
         """Positions along time, chunk by chunk, as numbers from 0 to len(positions) - 1."""

@@ -61,8 +61,8 @@ class Grid:
 class Reader(Protocol):
     """What reads the values: of a store, or of a file in memory."""
 
-    def read_at_once(self, regions: list[dict]) -> np.ndarray:
-        """All variables in each region, (regions, variables, H, W)."""
+    def read_at_once(self, boxes: list[dict]) -> np.ndarray:
+        """All variables in each box of cells, (boxes, variables, H, W)."""
 
 
 class PatchMaker:
@@ -78,8 +78,8 @@ class PatchMaker:
         self.valid = climatology.valid[None]
         self.space = grid.patch_space(size)
 
-    def region(self, patch: Patch) -> dict[str, int | slice | np.ndarray]:
-        """Where a patch lies in the store, across the map's seam if need be."""
+    def box(self, patch: Patch) -> dict[str, int | slice | np.ndarray]:
+        """The box of a patch in the store, across the map's seam if need be."""
         size = self.space.size
         width = len(self.grid.longitude)
         time = self.period.positions[patch.time]
@@ -211,8 +211,8 @@ class PatchDataset(Dataset):
     def read_batch(self, indices: list[tuple[int, int]]) -> dict[str, np.ndarray]:
         """The batch of these samples, read at once: see PatchMaker.make_batch."""
         patches = [self.patch(step, k) for step, k in indices]
-        regions = [self.maker.region(patch) for patch in patches]
-        values = self.reader.read_at_once(regions)
+        boxes = [self.maker.box(patch) for patch in patches]
+        values = self.reader.read_at_once(boxes)
         samples = [Sample(*each) for each in zip(patches, values)]
         return self.maker.make_batch(samples)
 

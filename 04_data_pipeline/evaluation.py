@@ -107,7 +107,7 @@ def interpolate(
 def plot_example(
     dataset: PatchDataset, units: dict[str, list[int]], network: nn.Module
 ) -> Figure:
-    """Map a sample and the network's fill: the wind's speed, or else the first variable.
+    """Draw a sample and the network's fill: the wind's speed, or the first variable.
 
     Cells that are absent are left blank, in a darker grey than those that are not shown.
     """
@@ -187,7 +187,7 @@ def first_variable(fields: np.ndarray) -> np.ndarray:
 
 
 def format_latitude(degrees: float, position: int | None = None) -> str:
-    """As on a map: 60 °S, not -60 °N."""
+    """As in an atlas: 60 °S, not -60 °N."""
     if degrees == 0:
         return "0°"
     hemisphere = "N" if degrees > 0 else "S"
@@ -195,7 +195,7 @@ def format_latitude(degrees: float, position: int | None = None) -> str:
 
 
 def format_longitude(degrees: float, position: int | None = None) -> str:
-    """As on a map: 90 °W, not 270 °E."""
+    """As in an atlas: 90 °W, not 270 °E."""
     degrees = (degrees + 180) % 360 - 180
     if degrees in (0, -180):
         return f"{abs(degrees):g}°"

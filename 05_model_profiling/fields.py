@@ -17,7 +17,7 @@ def select_variables(dataset: xr.Dataset, names: list[str], choice: str) -> xr.D
     """
     dataset = name_dimensions(dataset, names)
     for name in names:
-        if name not in dataset or not is_on_map(dataset[name]):
+        if name not in dataset or not is_on_grid(dataset[name]):
             reason = "it is not in the store on time, latitude and longitude alone"
             needed = explain_need(dataset)
             raise DataError(
@@ -27,7 +27,7 @@ def select_variables(dataset: xr.Dataset, names: list[str], choice: str) -> xr.D
     return sort_coordinates(dataset)
 
 
-def is_on_map(variable: xr.DataArray) -> bool:
+def is_on_grid(variable: xr.DataArray) -> bool:
     """Whether its dimensions are time, latitude and longitude, and each has coordinates."""
     complete = set(DIMENSIONS) <= set(variable.indexes)
     return complete and sorted(variable.dims) == sorted(DIMENSIONS)

@@ -27,18 +27,18 @@ def count_times_per_chunk(dataset: xr.Dataset, names: list[str]) -> int:
 def explain_blocks(dataset: xr.Dataset, names: list[str], times: int) -> str | None:
     """What it takes to read whole maps of so many `times`, if that is a lot.
 
-    Chunks that are long in time and small on the map suit time series, and no maps. Of a
-    further dimension, all values in a chunk are read with the chosen one.
+    Chunks that are long in time and small on the grid suit time series, and no maps.
+    Of a further dimension, all values in a chunk are read with the chosen one.
     """
     named = select_present(dataset, names)
     dimensions = find_dimensions(named)
-    on_map = [name for name, dim in dimensions.items() if dim != "time"]
+    on_grid = [name for name, dim in dimensions.items() if dim != "time"]
     chunks = 0
     size = 0
     for variable in named.data_vars.values():
         along = variable.encoding.get("preferred_chunks", {})
-        cells = [variable.sizes[dim] for dim in on_map]
-        chunks += prod(ceil(n / along.get(dim, n)) for dim, n in zip(on_map, cells))
+        cells = [variable.sizes[dim] for dim in on_grid]
+        chunks += prod(ceil(n / along.get(dim, n)) for dim, n in zip(on_grid, cells))
         beside = [along.get(d, 1) for d in variable.dims if d not in dimensions]
         size += times * prod(cells) * prod(beside) * variable.dtype.itemsize
     if chunks < MANY_CHUNKS and size < MANY_BYTES:

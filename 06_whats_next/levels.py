@@ -1,4 +1,4 @@
-"""A value of each dimension that is neither time nor on the map, chosen by --level."""
+"""A value of each dimension that is neither time nor of the grid, chosen by --level."""
 
 from contextlib import suppress
 

@@ -23,7 +23,7 @@ TIMES_STREAM = 7  # of random numbers
 class Interpolator:
     """Fills patches of `size` x `size` cells by optimal interpolation.
 
-    `anomalies` are those of the map at training times, (times, variables, rows, columns),
+    `anomalies` are those of maps at training times, (times, variables, rows, columns),
     NaN where absent; `wraps` says whether its last column meets the first.
     """
 

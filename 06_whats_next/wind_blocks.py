@@ -42,9 +42,9 @@ class WindBlocks:
         size = self.maker.space.size
         values = np.empty((len(patches), len(names), size, size), "float32")
         first = self.maker.period.positions[times[0]]
-        region = {"time": slice(first, first + len(times))}
+        box = {"time": slice(first, first + len(times))}
         for number, name in enumerate(names):
-            maps = self.reader.read(name, region)
+            maps = self.reader.read(name, box)
             for n, patch in enumerate(patches):
                 field = maps[patch.time - times[0]]
                 values[n, number] = self.maker.cut(field, patch)

@@ -113,8 +113,8 @@ def test_the_zonal_covariance_is_that_of_a_plain_sum(wraps: bool) -> None:
         assert table[v, i, j, lag] == pytest.approx(total / counts**0.5, abs=1e-6)
 
 
-@pytest.mark.parametrize("case", ["a region", "a mask"])
-def test_the_zonal_covariance_of_a_region_or_a_mask_is_a_covariance(case: str) -> None:
+@pytest.mark.parametrize("case", ["an area", "a mask"])
+def test_the_zonal_covariance_of_an_area_or_a_mask_is_a_covariance(case: str) -> None:
     """No eigenvalue is negative. Over the number of pairs, as is unbiased, the least of both is."""
     anomalies = draw(true_covariance(True), 20, seed=1)
     if case == "a mask":
@@ -142,7 +142,7 @@ def test_the_hybrid_covariance_is_that_of_a_plain_sum() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("wraps", [True, False], ids=["a globe", "a region"])
+@pytest.mark.parametrize("wraps", [True, False], ids=["a globe", "an area"])
 def test_with_an_estimated_covariance_it_is_nearly_as_good_as_with_the_true_one(wraps: bool) -> None:
     """On fields of a known covariance. Linear interpolation is far behind."""
     covariance = true_covariance(wraps)

@@ -151,14 +151,14 @@ def test_patches_cover_the_map_and_cross_its_seam(winds: xr.DataArray) -> None:
     np.testing.assert_array_equal(training.cut(winds.values[0], 3, 130), rolled)
 
 
-def test_a_regional_map_has_no_seam_to_cross(winds: xr.DataArray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_of_an_area_has_no_seam_to_cross(winds: xr.DataArray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chapter, "open_fields", lambda *_: winds.isel(longitude=slice(0, 100)))
-    region, *_ = patches()
-    columns = {int(region.sample(step, 0)[2]) for step in range(1000)}
+    cut, *_ = patches()
+    columns = {int(cut.sample(step, 0)[2]) for step in range(1000)}
     assert columns == set(range(100 - 64 + 1))
 
 
-def test_a_region_across_a_meridian_where_the_longitudes_jump_is_whole(tmp_path: Path) -> None:
+def test_an_area_across_a_meridian_where_the_longitudes_jump_is_whole(tmp_path: Path) -> None:
     dataset = load_winds().isel(longitude=slice(120, 144))  # 320 to 377.5 degrees
     dataset.to_netcdf(tmp_path / "even.nc")
     dataset.assign_coords(longitude=dataset.longitude % 360).to_netcdf(tmp_path / "jump.nc")

@@ -236,11 +236,11 @@ def test_all_reads_of_a_batch_are_under_way_at_once(
     expected = made.train_patches().read_batch([(0, k) for k in range(BATCH)])
     read, barrier, under_way, most = FieldReader.read, Barrier(number, timeout=60), [], []
 
-    def read_together(self, name: str, region: dict) -> np.ndarray:
+    def read_together(self, name: str, box: dict) -> np.ndarray:
         under_way.append(name)
         most.append(len(under_way))
         barrier.wait()
-        values = read(self, name, region)
+        values = read(self, name, box)
         under_way.remove(name)
         return values
 

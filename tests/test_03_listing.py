@@ -60,8 +60,8 @@ def test_any_order_will_do_and_empty_objects_are_missing(monkeypatch) -> None:
 
 
 def test_a_step_between_the_numbers_of_names() -> None:
-    names = listing.Expected("regions", (3,), lambda place: f"{place[0] * 8:04}.json", step=8)
-    assert [names.number(f"regions/{number}.json") for number in ("0000", "0016", "0004", "0024")] == [
+    names = listing.Expected("slabs", (3,), lambda place: f"{place[0] * 8:04}.json", step=8)
+    assert [names.number(f"slabs/{number}.json") for number in ("0000", "0016", "0004", "0024")] == [
         0,
         2,
         None,

@@ -30,7 +30,7 @@ from obstore.store import S3Store
 SCRIPT = "03_cloud_data/make_store.py"
 NAVY = programs.ROOT / "01_setup/data/navy_winds.nc"
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
-SMALL = ["--days", 24, "--resolution", 10, "--patch-size", 10, "--region-times", 8]
+SMALL = ["--days", 24, "--resolution", 10, "--patch-size", 10, "--slab-times", 8]
 LAYOUTS = {"v3": [], "shards": ["--shard-times", 4], "v2": ["--zarr-format", 2]}
 GROUP = f"statistics/{U}_{V}_1982_1989"
 HOUR = np.timedelta64(1, "h")
@@ -76,11 +76,11 @@ def refused(make, capsys) -> Callable[..., str]:
 
 
 @pytest.fixture
-def regions_read(modules, monkeypatch) -> list[tuple[str, int]]:
-    """The field and the first time of each region that is read back."""
-    read, regions = modules.verification.read_region, []
-    monkeypatch.setattr(modules.verification, "read_region", lambda *a: regions.append(a[1:3]) or read(*a))
-    return regions
+def slabs_read(modules, monkeypatch) -> list[tuple[str, int]]:
+    """The field and the first time of each slab that is read back."""
+    read, slabs = modules.verification.read_slab, []
+    monkeypatch.setattr(modules.verification, "read_slab", lambda *a: slabs.append(a[1:3]) or read(*a))
+    return slabs
 
 
 @pytest.fixture(scope="module")
@@ -162,13 +162,11 @@ def test_the_store_holds_the_files_values_and_disturbs_no_reader(layout: str, fi
     assert root["time"].dtype == "int64" and root["time"].chunks == (24,)
     assert root["time"].attrs["units"] == "days since 1982-01-01 00:00:00"
     assert dict(root.attrs) == {}  # what grows with the store lies elsewhere
-    regions = sorted(path.name for path in (whole[layout] / OURS / "regions").iterdir())
-    assert regions == ["00000000.json", "00000008.json", "00000016.json"]
+    slabs = sorted(path.name for path in (whole[layout] / OURS / "slabs").iterdir())
+    assert slabs == ["00000000.json", "00000008.json", "00000016.json"]
 
 
-def test_figures_count_what_is_stored_and_a_whole_store_is_not_read(
-    make, whole, regions_read, capsys
-) -> None:
+def test_figures_count_what_is_stored_and_a_whole_store_is_not_read(make, whole, slabs_read, capsys) -> None:
     for name, flags in LAYOUTS.items():
         before = content(whole[name], ours=True)
         figures = make(*SMALL, *flags, "--store", whole[name])
@@ -176,8 +174,8 @@ def test_figures_count_what_is_stored_and_a_whole_store_is_not_read(
         assert content(whole[name], ours=True) == before
         stored = content(whole[name])
         sizes = {"objects": len(stored), "stored_bytes": sum(map(len, stored.values()))}
-        assert figures == sizes | {"store": str(whole[name]), "raw_bytes": 24 * 2 * 19 * 36 * 4, "regions": 3}
-    assert not regions_read
+        assert figures == sizes | {"store": str(whole[name]), "raw_bytes": 24 * 2 * 19 * 36 * 4, "slabs": 3}
+    assert not slabs_read
 
 
 # --------------------------------------------------------------------------------------- its statistics
@@ -232,13 +230,13 @@ def test_values_that_are_missing_count_nowhere_but_are_written(layout, make, tmp
 
 
 @pytest.mark.parametrize("layout", ["v3", "v2"])
-def test_other_train_times_add_a_group_and_read_only_their_regions(
-    layout: str, make, whole, regions_read, tmp_path: Path
+def test_other_train_times_add_a_group_and_read_only_their_slabs(
+    layout: str, make, whole, slabs_read, tmp_path: Path
 ) -> None:
     store = shutil.copytree(whole[layout], tmp_path / "store")
     before = content(store)
     make(*SMALL, *LAYOUTS[layout], "--store", store, "--train-times", 1983, "1984-06")
-    assert regions_read == [(U, 0), (V, 0)]  # of three
+    assert slabs_read == [(U, 0), (V, 0)]  # of three
     changed = {path for path, data in content(store).items() if before.pop(path, None) != data}
     assert not before
     added = f"statistics/{U}_{V}_1983_1984-06"
@@ -261,7 +259,7 @@ def make_until(name: str, moment: int, here: Path, flags: list[object]) -> None:
         import make_store
         from conversion import verification
 
-        make_store.HERE, verification.LEAST_REGIONS, count = here, 1, itertools.count()
+        make_store.HERE, verification.LEAST_SLABS, count = here, 1, itertools.count()
 
         def write_or_die(write: Callable, *args, **more):
             if name in args[1] and next(count) == moment:
@@ -285,8 +283,8 @@ def kill_at(name: str, moment: int, here: Path, *flags: object) -> None:
 def test_killed_while_it_writes_it_goes_on_to_the_same_bytes(here, make, whole, tmp_path: Path) -> None:
     store = tmp_path / "store"
     kill_at("", 85, here, *SMALL, "--store", store)
-    assert (store / OURS / "regions/00000000.json").exists()
-    assert not (store / OURS / "regions/00000016.json").exists()
+    assert (store / OURS / "slabs/00000000.json").exists()
+    assert not (store / OURS / "slabs/00000016.json").exists()
     (store / U / "c/0/0/0#1").write_text("half a chunk")  # as a kill leaves it
     written = {path: path.stat().st_mtime_ns for path in (store / U / "c/7").rglob("*")}
     make(*SMALL, "--store", store)
@@ -295,12 +293,12 @@ def test_killed_while_it_writes_it_goes_on_to_the_same_bytes(here, make, whole, 
 
 
 def test_killed_while_it_verifies_it_goes_on_with_what_is_left(
-    here, make, whole, regions_read, tmp_path: Path
+    here, make, whole, slabs_read, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    kill_at("sums/", 4, here, *SMALL, "--store", store)  # the sums of u, and of v's first region, are kept
+    kill_at("sums/", 4, here, *SMALL, "--store", store)  # the sums of u, and of v's first slab, are kept
     make(*SMALL, "--store", store)
-    assert regions_read == [(V, 8), (V, 16)]
+    assert slabs_read == [(V, 8), (V, 16)]
     assert content(store, ours=True) == content(whole["v3"], ours=True)
 
 
@@ -349,12 +347,12 @@ def years(files: Path, *ends: str) -> list[Path]:
 
 
 FIRST, SECOND = ("82", "83", "84", "85", "86"), ("87", "88", "89", "90", "91", "92")
-CUTS = LAYOUTS | {"chunks of 5": ["--chunk", 5, 19, 20]}  # 11 of 24 times: within chunk, shard and region
+CUTS = LAYOUTS | {"chunks of 5": ["--chunk", 5, 19, 20]}  # 11 of 24 times: within chunk, shard and slab
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_what_is_appended_is_what_is_made_at_once(cut: str, make, files, tmp_path: Path) -> None:
-    flags = ["--patch-size", 10, "--region-times", 8, *CUTS[cut]]
+    flags = ["--patch-size", 10, "--slab-times", 8, *CUTS[cut]]
     make(*flags, "--source", files / "*.nc", "--store", tmp_path / "at_once")
     store, before = ["--store", tmp_path / "store"], ["--train-times", 1982, 1989]
     make(*flags, "--source", *years(files, *FIRST), *before, *store)
@@ -367,15 +365,15 @@ def test_what_is_appended_is_what_is_made_at_once(cut: str, make, files, tmp_pat
 @pytest.mark.parametrize(
     "moments",
     [
-        "regions/:0",
-        "regions/:1 statistics/:1",
+        "slabs/:0",
+        "slabs/:1 statistics/:1",
         pytest.param(f"{U}/:1 sums/:1 {V}/c:1 zarr.json:1", marks=thorough),
     ],
 )
 def test_killed_in_an_append_it_goes_on_and_readers_see_the_old_extent(
     moments: str, here, make, files, refused, tmp_path: Path
 ) -> None:
-    flags = ["--patch-size", 10, "--region-times", 8, "--chunk", 5, 19, 20]
+    flags = ["--patch-size", 10, "--slab-times", 8, "--chunk", 5, 19, 20]
     make(*flags, "--source", files / "*.nc", "--store", tmp_path / "at_once")
     store, at_once = tmp_path / "store", xr.open_zarr(tmp_path / "at_once").load()
     make(*flags, "--source", *years(files, *FIRST), "--store", store, "--train-times", 1982, 1989)
@@ -385,7 +383,7 @@ def test_killed_in_an_append_it_goes_on_and_readers_see_the_old_extent(
         kill_at(name, int(moment), here, *more)
         seen = xr.open_zarr(store).load()
         xr.testing.assert_identical(seen, at_once.isel(time=slice(0, 11)))
-        if place == "regions/:0":  # the chunk that is completed is written, and nobody has recorded that
+        if place == "slabs/:0":  # the chunk that is completed is written, and nobody has recorded that
             flip(store / U / "c/2/0/0")
             assert f"{U}/c/2/0/0: " in refused(*more)
             make("--repair", "--source", files / "*.nc", "--store", store)
@@ -415,7 +413,7 @@ def test_what_cannot_be_appended_is_refused(make, files, whole, tmp_path: Path, 
     assert "needs --source" in append()
     assert content(store, ours=True) == before
     later.to_netcdf(tmp_path / "good.nc")
-    for chunk in ("c/2/0/0", "c/23/0/0"):  # lost, or damaged in the region that is completed
+    for chunk in ("c/2/0/0", "c/23/0/0"):  # lost, or damaged in the slab that is completed
         flip(store / U / chunk) if "23" in chunk else (store / U / chunk).unlink()
         assert f"damaged: {U}/{chunk}" in append("--source", tmp_path / "good.nc")
         (store / U / chunk).write_bytes(before[f"{U}/{chunk}"])
@@ -474,7 +472,7 @@ def test_what_a_whole_store_has_lost_is_named_without_reading(layout, make, whol
     last = {"v3": "c/23/0/1", "shards": "c/5/0/0", "v2": "23.0.1"}[layout]
     one, metadata = ("0", ".zarray") if layout == "v2" else ("c/0", "zarr.json")
     names = [f"{V}/{last}", f"time/{one}", f"{GROUP}/latitude/{one}", f"{U}/{metadata}"]
-    names += [f"{OURS}regions/00000008.json", ".zmetadata" if layout == "v2" else "zarr.json"]
+    names += [f"{OURS}slabs/00000008.json", ".zmetadata" if layout == "v2" else "zarr.json"]
     names += [f"{OURS}small.json"]
     for lost in names:
         (store / lost).unlink()
@@ -487,12 +485,12 @@ def test_what_a_whole_store_has_lost_is_named_without_reading(layout, make, whol
         assert content(store, ours=True) == before
 
 
-def test_without_its_sources_a_region_is_not_repaired_but_all_else_is(
+def test_without_its_sources_a_slab_is_not_repaired_but_all_else_is(
     make, files, tmp_path: Path, refused
 ) -> None:
     store = tmp_path / "store"
     shutil.copytree(files, tmp_path / "files")
-    make("--source", tmp_path / "files/*.nc", "--patch-size", 10, "--region-times", 8, "--store", store)
+    make("--source", tmp_path / "files/*.nc", "--patch-size", 10, "--slab-times", 8, "--store", store)
     before = content(store, ours=True)
     flip(store / "latitude/c/0")
     flip(store / GROUP / V / "c/3/0/0")
@@ -645,7 +643,7 @@ def test_files_that_do_not_fit_are_refused(case: str, make, tmp_path: Path, refu
     if case == "two grids":  # one of the two can still be converted
         make("--source", pattern, "--store", tmp_path / "one", "--variables", "eastward_wind")
     if (tmp_path / "store/zarr.json").exists():
-        assert case in ("infinity", "default fill") and not (tmp_path / "store" / OURS / "regions").exists()
+        assert case in ("infinity", "default fill") and not (tmp_path / "store" / OURS / "slabs").exists()
 
 
 def test_other_bad_input_is_refused(make, whole, tmp_path: Path, refused) -> None:
@@ -683,20 +681,25 @@ def test_other_bad_input_is_refused(make, whole, tmp_path: Path, refused) -> Non
 
 def test_a_store_of_another_command_is_refused_and_untouched(make, whole, tmp_path: Path, refused) -> None:
     before = content(whole["v3"], ours=True)
-    others = {"--days": [23], "--patch-size": [4], "--zarr-format": [2], "--region-times": [6]}
+    others = {"--days": [23], "--patch-size": [4], "--zarr-format": [2], "--slab-times": [6]}
     others |= {"--shard-times": [4], "--zstd-level": [5], "--source": [NAVY], "--variables": [U]}
     for flag, values in others.items():
         line = refused(*SMALL, "--store", whole["v3"], flag, *values)
         assert "the store was begun with" in line or "no 10m_u" in line, flag
     assert content(whole["v3"], ours=True) == before
     old = zarr.open_group(tmp_path / "old", mode="w")
-    old.attrs.put({"settings": {"days": 24}, "regions": {"0": "checksum"}, "whole": True})
+    old.attrs.put({"settings": {"days": 24}, "whole": True})
     zarr.create_array(tmp_path / "array", shape=3, dtype="f4")
     (shutil.copytree(whole["v3"], tmp_path / "lost") / OURS / "state.json").unlink()
     (tmp_path / "home").mkdir()
     (tmp_path / "home/letter#1").write_text("dear")
     (tmp_path / "home/letter").write_text("dear")
+    state = shutil.copytree(whole["v3"], tmp_path / "older") / OURS / "state.json"
+    state.write_text(state.read_text().replace("slab_times", "another"))
     before = content(tmp_path)
+    for task in ([], ["--verify"]):
+        line = refused(*SMALL, "--store", tmp_path / "older", *task)
+        assert "begun by another version of make_store.py; remove the store and make it anew" in line
     for name in ("old", "array", "home", "lost"):
         line = refused(*SMALL, "--store", tmp_path / name)
         assert "not begun by this version of make_store.py, no checksums; give another --store" in line
@@ -708,9 +711,9 @@ def test_touched_files_are_compared_once_and_are_the_same(
     layout: str, modules, make, here, tmp_path: Path, monkeypatch
 ) -> None:
     pattern, store = split_navy(tmp_path / "files"), tmp_path / "store"
-    flags = ["--source", pattern, *LAYOUTS[layout], "--region-times", 4, "--store"]
+    flags = ["--source", pattern, *LAYOUTS[layout], "--slab-times", 4, "--store"]
     make(*flags, store)
-    kill_at("regions/", 2, here, *flags, tmp_path / "begun")
+    kill_at("slabs/", 2, here, *flags, tmp_path / "begun")
     os.utime(tmp_path / "files/a.nc", (0, 0))
     make(*flags, tmp_path / "fresh")
     for touched in (store, tmp_path / "begun"):
@@ -722,7 +725,7 @@ def test_touched_files_are_compared_once_and_are_the_same(
 
 def test_files_that_were_edited_since_are_not_mixed_in(make, tmp_path: Path, refused) -> None:
     """Each edit is made in a copy, because xarray keeps files open in this process; paths are not compared."""
-    flags = ["--store", tmp_path / "store", "--region-times", 4]
+    flags = ["--store", tmp_path / "store", "--slab-times", 4]
     make("--source", split_navy(tmp_path / "files"), *flags)
     before = content(tmp_path / "store", ours=True)
     shutil.copytree(tmp_path / "files", tmp_path / "edited")
@@ -741,14 +744,14 @@ def test_files_that_were_edited_since_are_not_mixed_in(make, tmp_path: Path, ref
 # ------------------------------------------------------------------------------- several blocks at once
 
 
-def test_blocks_are_whole_shards_and_no_region_loses_a_time(modules) -> None:
+def test_blocks_are_whole_shards_and_no_slab_loses_a_time(modules) -> None:
     options = modules.options
     for flags, step in {(): 5, ("--shard-times", "24"): 24, ("--shard-times", "36"): 36}.items():
         given = options.parse_options("", list(flags))
         layout = options.make_layout(options.make_settings(given, options.SETTINGS))
         times = []
-        for first in layout.regions(396):
-            for block in layout.blocks(layout.region(first, 396)):
+        for first in layout.slabs(396):
+            for block in layout.blocks(layout.slab(first, 396)):
                 assert (block.start - first) % step == 0 and block.stop - block.start <= step
                 times += range(block.start, block.stop)
         assert times == list(range(396))
@@ -765,21 +768,21 @@ def meet_in_write_block(target, times: slice, *rest):
     return CALLED["write_block"](target, times, *rest)
 
 
-def meet_in_read_region(target, name: str, first: int, months):
+def meet_in_read_slab(target, name: str, first: int, months):
     if first < 16:
         TOGETHER.wait(60)
-    return CALLED["read_region"](target, name, first, months)
+    return CALLED["read_slab"](target, name, first, months)
 
 
 def test_four_workers_have_four_tasks_at_once(make, modules, tmp_path: Path, monkeypatch) -> None:
     """While they write and while they verify: all wait for each other, and the bytes are the same."""
     TOGETHER.reset()
-    flags = [*SMALL[:-1], 4]  # six regions, of four blocks each
+    flags = [*SMALL[:-1], 4]  # six slabs, of four blocks each
     make(*flags, "--store", tmp_path / "threads")
     monkeypatch.setattr(modules.blocks, "Client", partial(Client, processes=False, **LOCAL))
-    CALLED.update(write_block=modules.making.write_block, read_region=modules.verification.read_region)
+    CALLED.update(write_block=modules.making.write_block, read_slab=modules.verification.read_slab)
     monkeypatch.setattr(modules.making, "write_block", meet_in_write_block)
-    monkeypatch.setattr(modules.verification, "read_region", meet_in_read_region)
+    monkeypatch.setattr(modules.verification, "read_slab", meet_in_read_slab)
     make(*flags, "--store", tmp_path / "store", "--workers", 4)
     assert not TOGETHER.broken
     assert content(tmp_path / "store") == content(tmp_path / "threads")
@@ -798,7 +801,7 @@ def test_no_more_tasks_are_under_way_than_twice_the_threads(modules) -> None:
 
 BAD_FLAGS = [["--days", 0], ["--days", 4019], ["--resolution", 0.7], ["--resolution", "nan"]]
 BAD_FLAGS += [["--patch-size", 0], ["--chunk", 0, 8, 8], ["--chunk", 2, 8, 8, "--shard-times", 3]]
-BAD_FLAGS += [["--shard-times", -1], ["--shard-times", 3, "--zarr-format", 2], ["--region-times", 0]]
+BAD_FLAGS += [["--shard-times", -1], ["--shard-times", 3, "--zarr-format", 2], ["--slab-times", 0]]
 BAD_FLAGS += [["--zstd-level", 10], ["--workers", -1], ["--append", "--verify"]]
 
 
@@ -822,7 +825,7 @@ def address(here: Path, monkeypatch) -> Iterator[str]:
 
 
 def test_buckets_and_a_web_server_are_like_a_disk(make, files, address, refused, tmp_path: Path) -> None:
-    flags = ["--patch-size", 10, "--region-times", 8]
+    flags = ["--patch-size", 10, "--slab-times", 8]
     make(*flags, "--source", files / "*.nc", "--store", tmp_path / "disk")
     urls = [f"{address}/files/{files.name}/{path.name}" for path in sorted(files.glob("*.nc"))]
     make(*flags, "--source", *urls, "--store", tmp_path / "web")

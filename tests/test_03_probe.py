@@ -97,11 +97,11 @@ def test_a_replay_reads_the_values_with_the_requests_and_bytes_of_the_store(
     own = reader.fields[U].encoding["chunks"][1:]
     assert [shape.chunk for shape in shapes] == sorted({own, (32, 32), (37, 72)})
     for shape, cut in zip(shapes, replayed):
-        regions = modules.replay.draw_regions(cut, SIZE, BATCH, seed=9)
-        assert {region["time"] for region in regions} == {0, 1}
-        there = [region | {"time": region["time"] + 17} for region in regions]  # of 36 times
+        boxes = modules.replay.draw_boxes(cut, SIZE, BATCH, seed=9)
+        assert {box["time"] for box in boxes} == {0, 1}
+        there = [box | {"time": box["time"] + 17} for box in boxes]  # of 36 times
         apart, of_memory = reader.counted_apart(), cut.counted_apart()
-        np.testing.assert_array_equal(of_memory.read_at_once(regions), apart.read_at_once(there))
+        np.testing.assert_array_equal(of_memory.read_at_once(boxes), apart.read_at_once(there))
         if shape.chunk == own:
             assert of_memory.traffic.requests == apart.traffic.requests
             assert of_memory.traffic.bytes_read == pytest.approx(apart.traffic.bytes_read, rel=0.02)

@@ -78,21 +78,21 @@ def ways(studies, server) -> dict[tuple[str, str], tuple]:
     return {(way.layout, way.name): way for way in ways}
 
 
-def cells(region: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Rows, counted from the north, and columns of a region."""
-    return 18 - np.arange(19)[region["latitude"]], np.arange(36)[region["longitude"]]
+def cells(box: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Rows, counted from the north, and columns of a box."""
+    return 18 - np.arange(19)[box["latitude"]], np.arange(36)[box["longitude"]]
 
 
-def expected(studies, layout: str, region: dict) -> list[int]:
-    """Bytes of each GET that a region needs of a Zarr store, from the files that the store consists of."""
+def expected(studies, layout: str, box: dict) -> list[int]:
+    """Bytes of each GET that a box needs of a Zarr store, from the files that the store consists of."""
     times, height, width, shard_times = LAYOUTS[layout]
-    rows, columns = cells(region)
+    rows, columns = cells(box)
     chunk_rows = {row // height if height else 0 for row in rows}
     chunk_columns = {column // width if width else 0 for column in columns}
     names = studies.netcdf_files.VARIABLES
     sizes = []
     for y, x, name in product(chunk_rows, chunk_columns, names):
-        array = studies.stores.store_path(layout) / name / "c" / str(region["time"] // times)
+        array = studies.stores.store_path(layout) / name / "c" / str(box["time"] // times)
         if shard_times:
             index = np.frombuffer((array / "0/0").read_bytes()[-INDEX:-4], "<u8").reshape(5, 9, 2)
             sizes.append(int(index[y, x, 1]))
@@ -109,8 +109,8 @@ def expected(studies, layout: str, region: dict) -> list[int]:
 def test_a_patch_costs_the_chunks_that_it_touches_whichever_way_it_is_read(
     layout: str, place: str, studies, server, ways
 ) -> None:
-    region = PLACES[place]
-    sizes = expected(studies, layout, region)
+    box = PLACES[place]
+    sizes = expected(studies, layout, box)
     if layout == studies.costs.TILES:  # two variables
         assert len(sizes) == {"in one chunk": 2, "across four": 8, "across the seam": 12}[place]
     if layout == "64 x 64 in shards":
@@ -118,7 +118,7 @@ def test_a_patch_costs_the_chunks_that_it_touches_whichever_way_it_is_read(
     for way in [way for (of, _), way in ways.items() if of == layout]:
         way.log.clear()
         before = server.counts()
-        way.read([region])
+        way.read([box])
         requests, size, _ = server.counts() - before
         assert (requests, size) == (len(sizes), sum(sizes))
         assert sorted(get.size for get in way.log) == sorted(sizes)
@@ -139,10 +139,10 @@ def test_every_way_reads_what_the_files_hold(studies, ways) -> None:
     folder = studies.server.BUCKETS / "files/36_days_10_degrees"
     with xr.open_mfdataset(str(folder / "*.nc"), data_vars="minimal") as files:
         winds = np.stack([files[name].values for name in studies.netcdf_files.VARIABLES], axis=1)
-    regions = list(PLACES.values())
-    truth = [winds[region["time"]][:, *np.ix_(*cells(region))] for region in regions]
+    boxes = list(PLACES.values())
+    truth = [winds[box["time"]][:, *np.ix_(*cells(box))] for box in boxes]
     for way in ways.values():
-        np.testing.assert_array_equal(way.read(regions), truth, str(way))
+        np.testing.assert_array_equal(way.read(boxes), truth, str(way))
 
 
 # ---------------------------------------------------------------------------------------------- studies
@@ -153,12 +153,12 @@ def test_patterns_counts_what_every_way_asks_for(studies) -> None:
     rows = studies.costs.patterns(1)
     with studies.server.serve(0) as server:
         flags = studies.stores.store_flags(studies.costs.TILES, server)
-        regions = studies.ways.draw_regions(studies.ways.open_patches(flags), 8)
+        boxes = studies.ways.draw_boxes(studies.ways.open_patches(flags), 8)
     assert len(rows) == 3 + 4 * 2 + 2
     for row in rows:
         if row["layout"] in LAYOUTS:
-            read = islice(cycle(regions), row["samples"])
-            sizes = [expected(studies, row["layout"], region) for region in read]
+            read = islice(cycle(boxes), row["samples"])
+            sizes = [expected(studies, row["layout"], box) for box in read]
             assert row["requests_per_sample"] * row["samples"] == pytest.approx(sum(map(len, sizes)))
             size = sum(map(sum, sizes)) / row["samples"]
             assert row["bytes_per_sample"] == pytest.approx(size)

@@ -484,7 +484,7 @@ def test_the_naive_loader_gives_the_samples_of_chapter_3_one_after_another(asked
     patches = loader.dataset.patches
     expected = patches.__getitems__([(0, k) for k in range(4)])
     monkeypatch.setattr(
-        reader, "read_at_once", lambda self, regions: sizes.append(len(regions)) or read(self, regions)
+        reader, "read_at_once", lambda self, boxes: sizes.append(len(boxes)) or read(self, boxes)
     )
     batch = next(iter(loader))
     assert sizes == [1] * 4

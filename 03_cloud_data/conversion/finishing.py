@@ -45,7 +45,7 @@ def choose_spans(
 def finish(making: Making, spans: list[list[str]], new: list[list[str]]) -> Making:
     """Read the store back, keep the statistics of the new spans, and show readers all of it.
 
-    Of a store that is whole, only regions with training times are read.
+    Of a store that is whole, only slabs with training times are read.
     """
     is_whole = making.state.whole
     objects: Objects = {}
@@ -89,5 +89,5 @@ def describe(making: Making) -> dict:
         "raw_bytes": raw,
         "stored_bytes": stored,
         "objects": objects,
-        "regions": len(making.regions),
+        "slabs": len(making.slabs),
     }

@@ -1,4 +1,4 @@
-"""How a store is cut into chunks, shards, blocks and regions, and compressed."""
+"""How a store is cut into chunks, shards, blocks and slabs, and compressed."""
 
 import math
 from dataclasses import dataclass
@@ -8,42 +8,42 @@ import xarray as xr
 from numcodecs import Blosc
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-BLOCKS = 8  # of a region, at most
+BLOCKS = 8  # of a slab, at most
 NAN = np.float32(np.nan)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Times are written in blocks, of whole chunks or shards; several make a region."""
+    """Times are written in blocks, of whole chunks or shards; several make a slab."""
 
     chunk: list[int]  # times, rows, columns
     shard_times: int  # of whole maps; 0: no shards
     zarr_format: int
     zstd_level: int
-    region_times: int  # whose checksums are recorded together
+    slab_times: int  # whose checksums are recorded together
 
     @property
     def block_times(self) -> int:
         """The times of a block."""
         unit = self.shard_times or self.chunk[0]
-        return unit * math.ceil(self.region_times / unit / BLOCKS)
+        return unit * math.ceil(self.slab_times / unit / BLOCKS)
 
-    def regions(self, times: int) -> range:
-        """The first time of each region of so many times."""
-        return range(0, times, self.region_times)
+    def slabs(self, times: int) -> range:
+        """The first time of each slab of so many times."""
+        return range(0, times, self.slab_times)
 
     def first_of(self, time: int) -> int:
-        """The first time of the region that a time is in."""
-        return time - time % self.region_times
+        """The first time of the slab that a time is in."""
+        return time - time % self.slab_times
 
-    def region(self, first: int, times: int) -> slice:
-        """The times of a region; the last one may be shorter."""
-        return slice(first, min(first + self.region_times, times))
+    def slab(self, first: int, times: int) -> slice:
+        """The times of a slab; the last one may be shorter."""
+        return slice(first, min(first + self.slab_times, times))
 
-    def blocks(self, region: slice) -> list[slice]:
-        """The blocks of a region, in order."""
-        starts = range(region.start, region.stop, self.block_times)
-        return [slice(n, min(n + self.block_times, region.stop)) for n in starts]
+    def blocks(self, slab: slice) -> list[slice]:
+        """The blocks of a slab, in order."""
+        starts = range(slab.start, slab.stop, self.block_times)
+        return [slice(n, min(n + self.block_times, slab.stop)) for n in starts]
 
 
 def choose_encoding(dataset: xr.Dataset, layout: Layout) -> dict[str, dict]:

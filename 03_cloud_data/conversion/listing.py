@@ -16,7 +16,7 @@ Listed = Iterable[tuple[str, int]]  # the name and the size of each object
 
 @dataclass(frozen=True)
 class Expected:
-    """The names of objects in a grid: an array's chunks or shards, or records of regions."""
+    """The names of objects in a grid: an array's chunks or shards, or records of slabs."""
 
     prefix: str  # below which they are listed
     shape: tuple[int, ...]  # objects along each dimension

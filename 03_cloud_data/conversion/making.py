@@ -1,4 +1,4 @@
-"""A store in the making: what its sources hold is written, region by region."""
+"""A store in the making: what its sources hold is written, slab by slab."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,9 +15,9 @@ from conversion.metadata import array_metadata, list_fields, open_skeleton
 from conversion.progress import (
     Record,
     State,
-    list_regions,
-    load_region,
-    save_region,
+    list_slabs,
+    load_slab,
+    save_slab,
     save_state,
 )
 from conversion.sources import Source
@@ -59,9 +59,9 @@ class Making:
         return list_fields(self.dataset)
 
     @property
-    def regions(self) -> range:
-        """The first time of each region."""
-        return self.layout.regions(self.state.times)
+    def slabs(self) -> range:
+        """The first time of each slab."""
+        return self.layout.slabs(self.state.times)
 
     @cached_property
     def target(self) -> Target:
@@ -71,37 +71,37 @@ class Making:
 
 
 def list_unwritten(making: Making) -> list[int]:
-    """The first times of the regions that are not written, or not to their end.
+    """The first times of the slabs that are not written, or not to their end.
 
     Of those that are recorded, only the one that an append completes may be short.
     """
-    recorded = list_regions(making.store)
+    recorded = list_slabs(making.store)
     completed = making.state.starts[-1]
-    for first in making.regions:
-        region = making.layout.region(first, making.state.times)
-        if first in recorded and region.start <= completed < region.stop:
-            known = load_region(making.store, first)
+    for first in making.slabs:
+        slab = making.layout.slab(first, making.state.times)
+        if first in recorded and slab.start <= completed < slab.stop:
+            known = load_slab(making.store, first)
             lengths = {len(checksums) for checksums in known.maps.values()}
-            if lengths != {region.stop - region.start}:
+            if lengths != {slab.stop - slab.start}:
                 recorded.remove(first)
-    return [first for first in making.regions if first not in recorded]
+    return [first for first in making.slabs if first not in recorded]
 
 
-def write_regions(making: Making, source: Source, firsts: list[int], kept: int) -> None:
-    """Write regions, several blocks at once. Times before `kept` stay as they are.
+def write_slabs(making: Making, source: Source, firsts: list[int], kept: int) -> None:
+    """Write slabs, several blocks at once. Times before `kept` stay as they are.
 
-    A region's checksums are recorded when all its blocks are written. After a kill,
-    regions without them are written again, so that none is taken for whole that is not.
+    A slab's checksums are recorded when all its blocks are written. After a kill,
+    slabs without them are written again, so that none is taken for whole that is not.
     """
     target = making.target
-    records: dict[int, Record] = {}  # of the regions under way
+    records: dict[int, Record] = {}  # of the slabs under way
 
     def plan() -> Iterator[tuple]:
         for first in firsts:
-            known = load_region(making.store, first)
-            region = making.layout.region(first, making.state.times)
+            known = load_slab(making.store, first)
+            slab = making.layout.slab(first, making.state.times)
             records[first] = Record({}, {})
-            for block in making.layout.blocks(region):
+            for block in making.layout.blocks(slab):
                 expected = known.cut(target, first, block)
                 if block.stop <= kept:
                     records[first].add(expected)
@@ -110,17 +110,17 @@ def write_regions(making: Making, source: Source, firsts: list[int], kept: int) 
                 yield target, block, source.find(making.dates[new]), expected
 
     bar = tqdm(
-        total=len(making.regions),
-        initial=len(making.regions) - len(firsts),
-        desc="regions written",
+        total=len(making.slabs),
+        initial=len(making.slabs) - len(firsts),
+        desc="slabs written",
         disable=None,
     )
     with bar:
         for (_, block, *_), found in making.pool.run(write_block, plan()):
             first = making.layout.first_of(block.start)
             records[first].add(found)
-            if block.stop == making.layout.region(first, making.state.times).stop:
-                save_region(making.store, first, records.pop(first))
+            if block.stop == making.layout.slab(first, making.state.times).stop:
+                save_slab(making.store, first, records.pop(first))
                 bar.update()
 
 
@@ -128,7 +128,7 @@ def compare_source(making: Making, source: Source, start: int) -> None:
     """DataError unless the source holds what the store was made of, from a time on.
 
     Called when the files' names, sizes or times of modification differ from those that are
-    recorded. The regions that have been written are read from the files again.
+    recorded. The slabs that have been written are read from the files again.
     """
     other = "--source: the store was begun with other files; these have other"
     remedy = "give those files, or another --store"
@@ -139,12 +139,12 @@ def compare_source(making: Making, source: Source, start: int) -> None:
         now = source.dates if dim == "time" else source.fields[dim]
         if not np.array_equal(before, now):
             raise DataError(f"{other} values of {dim}; {remedy}")
-    written = sorted(set(making.regions) & list_regions(making.store))
+    written = sorted(set(making.slabs) & list_slabs(making.store))
 
     def plan() -> Iterator[tuple]:
         for first in written:
-            region = making.layout.region(first, making.state.times)
-            for block in making.layout.blocks(region):
+            slab = making.layout.slab(first, making.state.times)
+            for block in making.layout.blocks(slab):
                 if block.stop > start:
                     new = slice(max(block.start, start), block.stop)
                     yield making.target, new, source.find(making.dates[new])
@@ -152,7 +152,7 @@ def compare_source(making: Making, source: Source, start: int) -> None:
     read = making.pool.run(read_block, plan())
     for (_, times, _), found in tqdm(read, "blocks compared", disable=None):
         first = making.layout.first_of(times.start)
-        known = load_region(making.store, first).maps
+        known = load_slab(making.store, first).maps
         inside = slice(times.start - first, times.stop - first)
         for name in known:
             expected = known[name][inside]

@@ -25,7 +25,7 @@ SETTINGS = {
     "shard_times": 0,
     "zarr_format": 3,
     "zstd_level": 1,
-    "region_times": 36,
+    "slab_times": 36,
 }
 TASKS = ("append", "verify", "repair")
 
@@ -119,7 +119,7 @@ class LayoutOptions:
     zstd_level: int | None = option(
         None, "of compression, 9 is small and slow; if not given, 1", below=10
     )
-    region_times: int | None = option(
+    slab_times: int | None = option(
         None, "times whose checksums are recorded together; if not given, 36"
     )
 
@@ -217,13 +217,13 @@ def make_settings(options: Options, before: dict) -> dict:
         remedy = f"give a multiple of {times}, and --zarr-format 3"
         refuse(f"--shard-times {shard}: {remedy}")
     unit = shard or times
-    settings["region_times"] = unit * math.ceil(settings["region_times"] / unit)
+    settings["slab_times"] = unit * math.ceil(settings["slab_times"] / unit)
     return settings
 
 
 def make_layout(settings: dict) -> Layout:
     """How a store with these settings is cut and compressed."""
-    names = ("chunk", "shard_times", "zarr_format", "zstd_level", "region_times")
+    names = ("chunk", "shard_times", "zarr_format", "zstd_level", "slab_times")
     return Layout(**{name: settings[name] for name in names})
 
 

@@ -17,7 +17,7 @@ from errors import DataError
 
 FOLDER = ".make_store"
 STATE = f"{FOLDER}/state.json"
-REGIONS = f"{FOLDER}/regions"
+SLABS = f"{FOLDER}/slabs"
 SMALL = f"{FOLDER}/small.json"
 SKELETON = f"{FOLDER}/skeleton_"
 MAKE_ANEW = "remove the store and make it anew, or give another --store"
@@ -105,19 +105,19 @@ def save_state(store: ObjectStore, state: State, **changes: object) -> State:
     return state
 
 
-def region_name(first: int) -> str:
-    """The object that records a region, by its first time."""
-    return f"{REGIONS}/{first:08d}.json"
+def slab_name(first: int) -> str:
+    """The object that records a slab, by its first time."""
+    return f"{SLABS}/{first:08d}.json"
 
 
-def save_region(store: ObjectStore, first: int, record: Record) -> None:
-    """Record that a region is written."""
-    put(store, region_name(first), json.dumps(asdict(record)).encode())
+def save_slab(store: ObjectStore, first: int, record: Record) -> None:
+    """Record that a slab is written."""
+    put(store, slab_name(first), json.dumps(asdict(record)).encode())
 
 
-def load_region(store: ObjectStore, first: int) -> Record:
-    """The record of a region. It is empty if there is none, or if it cannot be read."""
-    found = get(store, region_name(first))
+def load_slab(store: ObjectStore, first: int) -> Record:
+    """The record of a slab. It is empty if there is none, or if it cannot be read."""
+    found = get(store, slab_name(first))
     try:
         record = Record(**json.loads(found or b""))
         if record.maps.keys() == record.objects.keys():
@@ -142,11 +142,11 @@ def load_small(store: ObjectStore) -> dict[str, str]:
         return {}
 
 
-def list_regions(store: ObjectStore) -> set[int]:
-    """The first times of the regions that are recorded."""
+def list_slabs(store: ObjectStore) -> set[int]:
+    """The first times of the slabs that are recorded."""
     found = set()
-    for name, _ in list_objects(store, REGIONS):
-        number = name.removeprefix(f"{REGIONS}/").removesuffix(".json")
+    for name, _ in list_objects(store, SLABS):
+        number = name.removeprefix(f"{SLABS}/").removesuffix(".json")
         if number.isdecimal():
             found.add(int(number))
     return found

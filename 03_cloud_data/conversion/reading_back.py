@@ -1,4 +1,4 @@
-"""A region read again: is every object what was written, and what are its sums?"""
+"""A slab read again: is every object what was written, and what are its sums?"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from obstore.store import ObjectStore
 
-from conversion.progress import load_region, region_name, sum_bytes, sum_maps
-from conversion.statistics import RegionSums
+from conversion.progress import load_slab, slab_name, sum_bytes, sum_maps
+from conversion.statistics import SlabSums
 from conversion.target import Target, connect, get_all
 from errors import DataError, first_line
 
@@ -77,24 +77,24 @@ def read_maps(
     return values
 
 
-def read_region(
+def read_slab(
     target: Target, name: str, first: int, months: np.ndarray
-) -> tuple[list[Damage], RegionSums]:
-    """Read a region of a field again, and add up its training times by month.
+) -> tuple[list[Damage], SlabSums]:
+    """Read a slab of a field again, and add up its training times by month.
 
     `months` are those of its times, 0 to 11, or -1 for times that are not trained on.
     Every object and every map must have its checksum.
     """
     store = connect(target.location)
-    region = target.layout.region(first, target.times)
-    record = load_region(store, first)
-    sums = RegionSums()
-    objects = target.object_names(name, region)
+    slab = target.layout.slab(first, target.times)
+    record = load_slab(store, first)
+    sums = SlabSums()
+    objects = target.object_names(name, slab)
     lengths = [len(kind.get(name, [])) for kind in (record.maps, record.objects)]
-    if lengths != [region.stop - region.start, len(objects)]:
-        return [Damage(region_name(first), "cannot be read", times=region)], sums
+    if lengths != [slab.stop - slab.start, len(objects)]:
+        return [Damage(slab_name(first), "cannot be read", times=slab)], sums
     damaged = []
-    for block in target.layout.blocks(region):
+    for block in target.layout.blocks(slab):
         known = record.cut(target, first, block)
         try:
             expected = known.maps[name], known.objects[name]

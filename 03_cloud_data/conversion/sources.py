@@ -18,7 +18,7 @@ from conversion.files import SourceFile
 from coordinates import DIMENSIONS, find_dimensions, sort_coordinates
 from decoding import LIMITS, Limits, decode, explain_limits, find_limits
 from errors import DataError, first_line, print_note
-from fields import check_values, explain_bounds, is_on_map, list_variables
+from fields import check_values, explain_bounds, is_on_grid, list_variables
 from location import Location, client_options
 
 FILES_AT_ONCE = 16  # that are opened, or kept open
@@ -176,7 +176,7 @@ def find_fields(stored: xr.Dataset, names: tuple[str, ...] | None) -> OpenFile:
     dataset = dataset.squeeze([dim for dim in lone if dim not in DIMENSIONS])
     selected = describe_selection(dataset)
     dataset = dataset.reset_coords(drop=True)
-    found = sorted(str(name) for name, field in dataset.items() if is_on_map(field))
+    found = sorted(str(name) for name, field in dataset.items() if is_on_grid(field))
     if not found or not set(found).issuperset(names or []):
         listed = ", ".join(names or ["variable"])
         reason = f"no {listed} on time, latitude and longitude alone"

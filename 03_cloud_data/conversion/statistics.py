@@ -1,4 +1,4 @@
-"""Climatology and standard deviation of the training times, from sums of each region."""
+"""Climatology and standard deviation of the training times, from sums of each slab."""
 
 from dataclasses import dataclass
 from hashlib import sha256
@@ -12,14 +12,14 @@ from conversion.progress import FOLDER, load_arrays, save_arrays
 
 
 class MonthSums(NamedTuple):
-    """What a region adds to a month, each (latitude, longitude)."""
+    """What a slab adds to a month, each (latitude, longitude)."""
 
     count: np.ndarray  # of values that are present
     total: np.ndarray
 
 
-class RegionSums:
-    """The sums of a region of one field, a map at a time, in double precision."""
+class SlabSums:
+    """The sums of a slab of one field, a map at a time, in double precision."""
 
     def __init__(self) -> None:
         self.months: dict[int, MonthSums] = {}
@@ -40,14 +40,14 @@ class RegionSums:
 
 @dataclass
 class FieldSums:
-    """The sums of one field over its first regions, always added in their order.
+    """The sums of one field over its first slabs, always added in their order.
 
-    They are the same bits whoever has read the regions, and however often a command was
-    killed. What is kept in the store is of whole regions, so that an append, which fills
+    They are the same bits whoever has read the slabs, and however often a command was
+    killed. What is kept in the store is of whole slabs, so that an append, which fills
     the last one, goes on from there.
     """
 
-    regions: int  # that are in the sums, or were read and had no training times
+    slabs: int  # that are in the sums, or were read and had no training times
     count: np.ndarray  # (12, latitude, longitude)
     total: np.ndarray  # (12, latitude, longitude)
     squares: np.ndarray  # (latitude, longitude)
@@ -59,7 +59,7 @@ class FieldSums:
         """What was kept under a name, or nothing yet."""
         arrays = load_arrays(store, name)
         if arrays is not None:
-            return cls(int(arrays.pop("regions")), **arrays)
+            return cls(int(arrays.pop("slabs")), **arrays)
         shape = 12, height, width
         total = np.zeros(shape)
         return cls(0, np.zeros(shape, "int32"), total, np.zeros(shape[1:]))
@@ -68,12 +68,12 @@ class FieldSums:
         """Keep the sums under a name."""
         save_arrays(store, name, vars(self))
 
-    def add(self, region: RegionSums) -> None:
-        """Add a region."""
-        for month, sums in region.months.items():
+    def add(self, slab: SlabSums) -> None:
+        """Add a slab."""
+        for month, sums in slab.months.items():
             self.count[month] += sums.count
             self.total[month] += sums.total
-        self.squares += region.squares
+        self.squares += slab.squares
 
 
 def group_name(fields: list[str], span: list[str] | None) -> str:

@@ -8,15 +8,15 @@ from tqdm import tqdm
 
 from conversion.listing import Expected, count_objects, expect_chunks, find_missing
 from conversion.making import Making, list_unwritten
-from conversion.progress import REGIONS, SMALL, load_small, region_name, sum_bytes
-from conversion.reading_back import LOST, Damage, merge, read_region
-from conversion.statistics import FieldSums, RegionSums, group_name, sums_name
+from conversion.progress import SLABS, SMALL, load_small, slab_name, sum_bytes
+from conversion.reading_back import LOST, Damage, merge, read_slab
+from conversion.statistics import FieldSums, SlabSums, group_name, sums_name
 from conversion.target import get, get_size, list_objects
 from errors import DataError
 from fields import split_times
 
-SAVES = 20  # of the sums, in a pass over all regions
-LEAST_REGIONS = 8  # between two saves, because the sums are as large as some regions
+SAVES = 20  # of the sums, in a pass over all slabs
+LEAST_SLABS = 8  # between two saves, because the sums are as large as some slabs
 
 
 def count_whole(making: Making) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def count_whole(making: Making) -> tuple[int, int]:
         found, length = count_objects(expected, list_below(making, expected))
         if found < expected.count:
             require_none(making, find_lost(making))
-        if expected.prefix != REGIONS:
+        if expected.prefix != SLABS:
             objects += found
             size += length
     require_none(making, find_unlisted(making))
@@ -55,16 +55,16 @@ def require_none(making: Making, damaged: Iterable[Damage]) -> None:
 
 
 def expect_all(making: Making) -> Iterator[tuple[Expected, int]]:
-    """What is listed, chunks and records of regions, with the times of each object."""
+    """What is listed, chunks and records of slabs, with the times of each object."""
     for name in making.fields:
         array = making.target.field(name)
         yield expect_chunks(array), (array.shards or array.chunks)[0]
-    times = making.layout.region_times
+    times = making.layout.slab_times
 
     def encode(place: tuple[int, ...]) -> str:
-        return region_name(place[0] * times).removeprefix(f"{REGIONS}/")
+        return slab_name(place[0] * times).removeprefix(f"{SLABS}/")
 
-    yield Expected(REGIONS, (len(making.regions),), encode, times), times
+    yield Expected(SLABS, (len(making.slabs),), encode, times), times
 
 
 def list_below(making: Making, expected: Expected):
@@ -73,11 +73,11 @@ def list_below(making: Making, expected: Expected):
 
 
 def find_lost(making: Making) -> Iterator[Damage]:
-    """The chunks and the records of regions that are missing or empty, by a listing."""
+    """The chunks and the records of slabs that are missing or empty, by a listing."""
     for expected, times in expect_all(making):
         if count_objects(expected, list_below(making, expected))[0] == expected.count:
             continue
-        field = "" if expected.prefix == REGIONS else expected.prefix
+        field = "" if expected.prefix == SLABS else expected.prefix
         listing = partial(list_below, making, expected)
         for number in find_missing(expected, listing):
             first = expected.place(number)[0] * times
@@ -103,13 +103,13 @@ def find_unlisted(making: Making) -> Iterator[Damage]:
 
 
 def find_damage(making: Making, firsts: Iterable[int]) -> Iterator[Damage]:
-    """What is damaged in these regions. All of their objects are read."""
-    nothing = np.full(making.layout.region_times, -1)
+    """What is damaged in these slabs. All of their objects are read."""
+    nothing = np.full(making.layout.slab_times, -1)
     tasks = []
     for first in firsts:
         for name in making.fields:
             tasks.append((making.target, name, first, nothing))
-    read = making.pool.run(read_region, tasks)
+    read = making.pool.run(read_slab, tasks)
     for _, (damaged, _) in tqdm(read, "verified", len(tasks), disable=None):
         yield from damaged
 
@@ -117,28 +117,28 @@ def find_damage(making: Making, firsts: Iterable[int]) -> Iterator[Damage]:
 def verify(making: Making) -> list[Damage]:
     """All that is damaged in a store; everything is listed, and read.
 
-    Of a store that is not finished, the regions that must be whole are read.
+    Of a store that is not finished, the slabs that must be whole are read.
     """
     if not making.state.whole:
         appended = making.state.starts[-1]
         unwritten = list_unwritten(making)
         written = []
-        for first in making.regions:
-            end = making.layout.region(first, making.state.times).stop
+        for first in making.slabs:
+            end = making.layout.slab(first, making.state.times).stop
             if end <= appended or first not in unwritten:
                 written.append(first)
         return merge(find_damage(making, written))
     damaged = [*find_lost(making), *find_small(making)]
-    damaged += find_damage(making, making.regions)
+    damaged += find_damage(making, making.slabs)
     return merge(damaged)
 
 
 def read_back(
     making: Making, span: list[str] | None, is_verified: bool
 ) -> dict[str, FieldSums]:
-    """The sums over the training times, from all regions, which are verified on the way.
+    """The sums over the training times, from all slabs, which are verified on the way.
 
-    Of a store that is verified already, only regions with training times are read. A pass
+    Of a store that is verified already, only slabs with training times are read. A pass
     that was stopped goes on from the sums that it kept. DataError at the first damage.
     """
     months = np.full(making.state.times, -1)
@@ -162,30 +162,30 @@ def read_field(
     kept = sums_name(group_name(making.fields, span), name)
     sizes = making.dataset.latitude.size, making.dataset.longitude.size
     sums = FieldSums.load(making.store, kept, *(sizes if span else (0, 0)))
-    times = making.layout.region_times
-    whole = making.state.times // times  # regions that no append will fill
+    times = making.layout.slab_times
+    whole = making.state.times // times  # slabs that no append will fill
     tasks = []
-    for first in making.regions[sums.regions :]:
-        here = months[making.layout.region(first, making.state.times)]
+    for first in making.slabs[sums.slabs :]:
+        here = months[making.layout.slab(first, making.state.times)]
         if not is_verified or (here >= 0).any():
             tasks.append((making.target, name, first, here))
-    due = sums.regions + max(LEAST_REGIONS, whole // SAVES)
-    last = RegionSums()  # of a region that an append will fill
-    bar = {"desc": f"verified: {name}", "total": len(making.regions), "disable": None}
-    with tqdm(**bar, initial=len(making.regions) - len(tasks)) as progress:
-        for (*_, first, _), (damaged, found) in making.pool.run(read_region, tasks):
+    due = sums.slabs + max(LEAST_SLABS, whole // SAVES)
+    last = SlabSums()  # of a slab that an append will fill
+    bar = {"desc": f"verified: {name}", "total": len(making.slabs), "disable": None}
+    with tqdm(**bar, initial=len(making.slabs) - len(tasks)) as progress:
+        for (*_, first, _), (damaged, found) in making.pool.run(read_slab, tasks):
             require_none(making, damaged)
             progress.update()
             if first // times >= whole:
                 last = found
                 continue
             sums.add(found)
-            sums.regions = first // times + 1
-            if sums.regions >= due and sums.regions < whole:
+            sums.slabs = first // times + 1
+            if sums.slabs >= due and sums.slabs < whole:
                 sums.save(making.store, kept)
-                due = sums.regions + max(LEAST_REGIONS, whole // SAVES)
+                due = sums.slabs + max(LEAST_SLABS, whole // SAVES)
     if tasks:
-        sums.regions = whole
+        sums.slabs = whole
         sums.save(making.store, kept)
     sums.add(last)
     return sums

@@ -29,26 +29,26 @@ class Replay:
     seconds: float  # of this process, for a batch
 
 
-def draw_regions(reader: FieldReader, size: int, count: int, seed: int) -> list[dict]:
-    """Regions of patches at random times and places, across the map's seam if it has none."""
+def draw_boxes(reader: FieldReader, size: int, count: int, seed: int) -> list[dict]:
+    """Boxes of patches at random times and places, across the map's seam if it has none."""
     fields = reader.open()
     grid = Grid(fields.latitude.values, fields.longitude.values)
     rng = np.random.default_rng(seed)
     times = rng.integers(fields.sizes["time"], size=count)
     width = fields.sizes["longitude"]
-    regions = []
+    boxes = []
     for patch in draw_patches(rng, times, grid.patch_space(size)):
         rows = slice(patch.row, patch.row + size)
         columns: slice | np.ndarray = slice(patch.column, patch.column + size)
         if columns.stop > width:
             columns = np.arange(columns.start, columns.stop) % width
-        regions.append({"time": patch.time, "latitude": rows, "longitude": columns})
-    return regions
+        boxes.append({"time": patch.time, "latitude": rows, "longitude": columns})
+    return boxes
 
 
 def replay(reader: FieldReader, size: int, batch: int) -> Iterator[Replay]:
     """Read batches out of two maps of the store that are cut into chunks of several shapes."""
-    stored = read_map(reader)
+    stored = read_maps(reader)
     dims = {dim: name for name, dim in find_dimensions(stored).items()}
     height = stored.sizes[dims["latitude"]]
     width = stored.sizes[dims["longitude"]]
@@ -60,9 +60,9 @@ def replay(reader: FieldReader, size: int, batch: int) -> Iterator[Replay]:
         cut = cut_in_memory(reader, stored, lengths)
         seconds = []
         for repeat in range(REPEATS):
-            regions = draw_regions(cut, size, batch, seed=repeat)
+            boxes = draw_boxes(cut, size, batch, seed=repeat)
             began = perf_counter()
-            cut.read_at_once(regions)
+            cut.read_at_once(boxes)
             seconds.append(perf_counter() - began)
         requests, length, _ = cut.traffic.counts()
         samples = REPEATS * batch
@@ -70,7 +70,7 @@ def replay(reader: FieldReader, size: int, batch: int) -> Iterator[Replay]:
         yield Replay(shape, requests / samples, length / samples, median(seconds))
 
 
-def read_map(reader: FieldReader) -> xr.Dataset:
+def read_maps(reader: FieldReader) -> xr.Dataset:
     """Two times of the variables as they are stored, packed if they are packed.
 
     Of a further dimension, the first value is taken.

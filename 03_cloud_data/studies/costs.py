@@ -17,7 +17,7 @@ from studies.server import LATENCIES, Server, serve
 from studies.stores import LAYOUTS, SIZE, full_or_quick, store_flags
 from studies.ways import (
     Way,
-    draw_regions,
+    draw_boxes,
     open_patches,
     way_of_obstore,
     ways_of_asyncio,
@@ -44,7 +44,7 @@ def patterns(repeats: int) -> list[dict]:
                 if layout == TILES:
                     ways += ways_of_asyncio(layout, patches.reader)
             cases += [(way, server, latency) for way in ways]
-        return compare(cases, draw_regions(patches, 2 * SIZE["batch"]), repeats)
+        return compare(cases, draw_boxes(patches, 2 * SIZE["batch"]), repeats)
 
 
 def server_alone(repeats: int) -> list[dict]:
@@ -55,19 +55,19 @@ def server_alone(repeats: int) -> list[dict]:
             server = stack.enter_context(serve(latency))
             for layout in LAYOUTS:
                 patches = open_patches(store_flags(layout, server))
-                regions = draw_regions(patches, 2 * SIZE["batch"])
-                alone = way_of_obstore(layout, patches.reader, regions)
+                boxes = draw_boxes(patches, 2 * SIZE["batch"])
+                alone = way_of_obstore(layout, patches.reader, boxes)
                 _, at_once = ways_of_zarr(layout, patches.reader)
                 cases += [(alone, server, latency), (at_once, server, latency)]
-        return compare(cases, regions, repeats)
+        return compare(cases, boxes, repeats)
 
 
-def compare(cases: list[Case], regions: list[dict], repeats: int) -> list[dict]:
+def compare(cases: list[Case], boxes: list[dict], repeats: int) -> list[dict]:
     """Measure all cases in turn, several times; a row for each."""
     runs: list[list[dict]] = [[] for _ in cases]
     for _ in range(repeats):
         for number, (way, server, _) in enumerate(tqdm(cases, "ways", disable=None)):
-            runs[number].append(measure_quietly(way, server, regions))
+            runs[number].append(measure_quietly(way, server, boxes))
     rows = []
     for (way, _, latency), of_way in zip(cases, runs):
         labels = {"layout": way.layout, "way": way.name, "latency_ms": latency}
@@ -75,7 +75,7 @@ def compare(cases: list[Case], regions: list[dict], repeats: int) -> list[dict]:
     return rows
 
 
-def measure_quietly(way: Way, server: Server, regions: list[dict]) -> dict:
+def measure_quietly(way: Way, server: Server, boxes: list[dict]) -> dict:
     """Measure while other programs leave the CPU alone, or take the quietest of some tries."""
 
     def noise(found: dict) -> float:
@@ -83,21 +83,21 @@ def measure_quietly(way: Way, server: Server, regions: list[dict]) -> dict:
 
     tries = []
     for _ in range(TRIES):
-        tries.append(measure(way, server, regions))
+        tries.append(measure(way, server, boxes))
         if full_or_quick(noise(tries[-1]), 0) < QUIET:
             break
     return min(tries, key=noise)
 
 
-def measure(way: Way, server: Server, regions: list[dict]) -> dict:
-    """Read the regions again and again for some seconds; a way that is slow is cut short.
+def measure(way: Way, server: Server, boxes: list[dict]) -> dict:
+    """Read the boxes again and again for some seconds; a way that is slow is cut short.
 
     Returns samples, seconds, the milliseconds of each GET, requests and bytes by the
     server's count, and the CPU seconds of this process, of the server and of all others.
     """
     parts = []
-    for start in range(0, len(regions), way.at_once):
-        parts.append(regions[start : start + way.at_once])
+    for start in range(0, len(boxes), way.at_once):
+        parts.append(boxes[start : start + way.at_once])
     way.read(parts[0])  # which connects
     way.log.clear()
     counts = server.counts()

@@ -41,20 +41,20 @@ class NetCDFFiles:
             self.files.append(opened.isel(latitude=slice(None, None, -1)))
         self.ends = np.cumsum([file.sizes["time"] for file in self.files])
 
-    def read(self, region: dict) -> np.ndarray:
-        """The variables in a region, (variables, H, W).
+    def read(self, box: dict) -> np.ndarray:
+        """The variables in a box, (variables, H, W).
 
-        By slices: two of them where the region crosses the map's seam.
+        By slices: two of them where the box crosses the map's seam.
         """
-        number = np.searchsorted(self.ends, region["time"], side="right")
+        number = np.searchsorted(self.ends, box["time"], side="right")
         file = self.files[number]
-        time = region["time"] - self.ends[number]  # counted from the file's end
-        columns = np.arange(file.sizes["longitude"])[region["longitude"]]
+        time = box["time"] - self.ends[number]  # counted from the file's end
+        columns = np.arange(file.sizes["longitude"])[box["longitude"]]
         seams = np.flatnonzero(np.diff(columns) != 1) + 1
         parts = []
         for part in np.split(columns, seams):
             place = slice(part[0], part[-1] + 1)
-            patch = file.isel(region | {"time": time, "longitude": place})
+            patch = file.isel(box | {"time": time, "longitude": place})
             parts.append([patch[name].values for name in self.variables])
         return np.concatenate(parts, axis=-1)
 
@@ -81,8 +81,8 @@ def ways_of_files(server: Server) -> list[Way]:
     batch = SIZE["batch"]
     threads = ThreadPoolExecutor(batch)
 
-    def read(apply: Callable, files: NetCDFFiles, regions: list[dict]) -> np.ndarray:
-        return np.stack(list(apply(files.read, regions)))
+    def read(apply: Callable, files: NetCDFFiles, boxes: list[dict]) -> np.ndarray:
+        return np.stack(list(apply(files.read, boxes)))
 
     at_once = partial(read, threads.map, by_blocks)
     forgetting = partial(read, map, forgetful)

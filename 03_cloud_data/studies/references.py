@@ -14,7 +14,7 @@ import make_references
 from location import Location
 from make_references import BRANCH
 from options import VARIABLES
-from probing.replay import draw_regions
+from probing.replay import draw_boxes
 from results import spread
 from store import FieldReader
 from studies.server import BUCKETS, Server, serve
@@ -160,10 +160,10 @@ def compare(layouts: list[Layout], server: Server, repeats: int) -> list[dict]:
 def read_batch(reader: FieldReader, server: Server, seed: int) -> np.ndarray:
     """Samples a second, and requests and bytes of each, (3,)."""
     batch = SIZE["batch"]
-    regions = draw_regions(reader, SIZE["patch"], batch, seed)
+    boxes = draw_boxes(reader, SIZE["patch"], batch, seed)
     before = server.counts()
     began = perf_counter()
-    reader.read_at_once(regions)
+    reader.read_at_once(boxes)
     rate = batch / (perf_counter() - began)
     requests, size, _ = (server.counts() - before) / batch
     return np.array([rate, requests, size])

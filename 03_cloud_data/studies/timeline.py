@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from studies.costs import TILES
 from studies.server import LATENCIES, serve
 from studies.stores import store_flags
-from studies.ways import Get, Way, draw_regions, open_patches, ways_of_zarr
+from studies.ways import Get, Way, draw_boxes, open_patches, ways_of_zarr
 
 SAMPLES = 8
 COLOURS = ("#0072B2", "#E69F00")  # in turn: each sample ends where the next begins
@@ -19,13 +19,13 @@ def timeline(repeats: int) -> list[dict]:
     with serve(max(LATENCIES)) as server:
         flags = store_flags(TILES, server, "--batch-size", SAMPLES)
         patches = open_patches(flags)
-        regions = draw_regions(patches, SAMPLES)
+        boxes = draw_boxes(patches, SAMPLES)
         ways = ways_of_zarr(TILES, patches.reader)
         runs: list[list[list[Get]]] = [[] for _ in ways]
         for _ in range(repeats):
             for way, of_way in zip(ways, runs):
-                of_way.append(log_batch(way, regions))
-    times = [region["time"] for region in regions]  # an epoch has each of them once
+                of_way.append(log_batch(way, boxes))
+    times = [box["time"] for box in boxes]  # an epoch has each of them once
     rows = []
     for way, of_way in zip(ways, runs):
         middle = sorted(of_way, key=duration)[len(of_way) // 2]
@@ -33,11 +33,11 @@ def timeline(repeats: int) -> list[dict]:
     return rows
 
 
-def log_batch(way: Way, regions: list[dict]) -> list[Get]:
+def log_batch(way: Way, boxes: list[dict]) -> list[Get]:
     """The GETs of one batch, in the order in which they were sent."""
-    way.read(regions[:1])  # which connects
+    way.read(boxes[:1])  # which connects
     way.log.clear()
-    way.read(regions)
+    way.read(boxes)
     return sorted(way.log, key=attrgetter("began"))
 
 

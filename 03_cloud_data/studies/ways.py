@@ -34,7 +34,7 @@ class Get(NamedTuple):
 class Way(NamedTuple):
     """A way to read a layout.
 
-    `read` takes up to `at_once` regions and returns (regions, variables, H, W).
+    `read` takes up to `at_once` boxes and returns (boxes, variables, H, W).
     """
 
     layout: str
@@ -75,23 +75,23 @@ def log_of(reader: FieldReader) -> list[Get]:
     return reader.store._store.log
 
 
-def draw_regions(patches: PatchDataset, samples: int) -> list[dict]:
+def draw_boxes(patches: PatchDataset, samples: int) -> list[dict]:
     """Where the first samples of a training run lie."""
-    regions = []
+    boxes = []
     for number in range(samples):
         step, k = divmod(number, patches.batch_size)
-        regions.append(patches.maker.region(patches.patch(step, k)))
-    return regions
+        boxes.append(patches.maker.box(patches.patch(step, k)))
+    return boxes
 
 
 def ways_of_zarr(layout: str, reader: FieldReader) -> list[Way]:
     """One sample after another, as in a notebook, and a batch at once, as train.py does."""
     fields = reader.open()
 
-    def one_by_one(regions: list[dict]) -> np.ndarray:
+    def one_by_one(boxes: list[dict]) -> np.ndarray:
         values = []
-        for region in regions:
-            patch = fields.isel(region)
+        for box in boxes:
+            patch = fields.isel(box)
             values.append([patch[name].values for name in reader.variables])
         return np.stack(values)
 
@@ -107,15 +107,13 @@ def ways_of_asyncio(layout: str, reader: FieldReader) -> list[Way]:
     runner = asyncio.Runner()
     names = reader.variables
 
-    def read(
-        start: Callable[[dict, str], Awaitable], regions: list[dict]
-    ) -> np.ndarray:
+    def read(start: Callable[[dict, str], Awaitable], boxes: list[dict]) -> np.ndarray:
         async def read_all() -> list[np.ndarray]:
-            reads = [start(region, name) for region in regions for name in names]
+            reads = [start(box, name) for box in boxes for name in names]
             return await asyncio.gather(*reads)
 
         values = np.stack(runner.run(read_all()))
-        return values.reshape(len(regions), len(names), *values.shape[1:])
+        return values.reshape(len(boxes), len(names), *values.shape[1:])
 
     starts = {
         "xarray's load_async": partial(load_by_xarray, reader),
@@ -134,32 +132,32 @@ def open_arrays(reader: FieldReader) -> dict[str, zarr.AsyncArray]:
     return {name: group[name].async_array for name in reader.variables}
 
 
-async def load_by_xarray(reader: FieldReader, region: dict, name: str) -> np.ndarray:
-    """A variable in a region, (H, W)."""
-    loaded = await reader.fields.variables[name].isel(region).load_async()
+async def load_by_xarray(reader: FieldReader, box: dict, name: str) -> np.ndarray:
+    """A variable in a box, (H, W)."""
+    loaded = await reader.fields.variables[name].isel(box).load_async()
     return loaded.values
 
 
 async def load_by_zarr(
-    reader: FieldReader, arrays: dict, region: dict, name: str
+    reader: FieldReader, arrays: dict, box: dict, name: str
 ) -> np.ndarray:
-    """A variable in a region, (H, W). The store's rows run from north to south."""
+    """A variable in a box, (H, W). The store's rows run from north to south."""
     height = reader.fields.sizes["latitude"]
-    rows = region["latitude"]
+    rows = box["latitude"]
     southwards = slice(height - rows.stop, height - rows.start)
-    place = (region["time"], southwards, region["longitude"])
+    place = (box["time"], southwards, box["longitude"])
     values = await arrays[name].oindex.getitem(place)
     return values[::-1]
 
 
-def way_of_obstore(layout: str, reader: FieldReader, regions: list[dict]) -> Way:
-    """The GETs that the regions need, and nothing else: no chunk is decoded.
+def way_of_obstore(layout: str, reader: FieldReader, boxes: list[dict]) -> Way:
+    """The GETs that the boxes need, and nothing else: no chunk is decoded.
 
     Its `read` returns their sizes.
     """
     log = log_of(reader)
     log.clear()
-    reader.read_at_once(regions)
+    reader.read_at_once(boxes)
     asked = list(log)
     client = from_url(reader.location.url, **client_options(reader.location))
 
@@ -178,4 +176,4 @@ def way_of_obstore(layout: str, reader: FieldReader, regions: list[dict]) -> Way
     def read(_: list[dict]) -> np.ndarray:
         return np.array(asyncio.run(read_all()))
 
-    return Way(layout, "GETs alone", len(regions), read, [])
+    return Way(layout, "GETs alone", len(boxes), read, [])

@@ -14,15 +14,15 @@ from store import READS_AT_ONCE, CountingStore, FieldReader
 class XarrayReader(FieldReader):
     """Reads as most people begin: one variable of one sample after another."""
 
-    def read_at_once(self, regions: list[dict]) -> np.ndarray:
+    def read_at_once(self, boxes: list[dict]) -> np.ndarray:
         values = []
-        for region in regions:
-            values.append([self.read(name, region) for name in self.variables])
+        for box in boxes:
+            values.append([self.read(name, box) for name in self.variables])
         return np.stack(values)
 
 
 class DaskReader(FieldReader):
-    """Reads by Dask's arrays, a task for each chunk. All regions are one graph."""
+    """Reads by Dask's arrays, a task for each chunk. All boxes are one graph."""
 
     @cached_property
     def lazy(self) -> xr.Dataset:
@@ -31,10 +31,10 @@ class DaskReader(FieldReader):
         dataset = xr.open_zarr(self.store, chunks={})
         return select_variables(dataset, self.variables, choice="")
 
-    def read_at_once(self, regions: list[dict]) -> np.ndarray:
+    def read_at_once(self, boxes: list[dict]) -> np.ndarray:
         lazy = []
-        for region in regions:
-            patch = self.lazy.isel(region)
+        for box in boxes:
+            patch = self.lazy.isel(box)
             lazy.append([patch[name].data for name in self.variables])
         return np.stack(dask.compute(*lazy))
 
@@ -71,11 +71,11 @@ class TensorStoreReader(FieldReader):
         """This reader: what tensorstore asks for is not counted."""
         return self
 
-    def read(self, name: str, region: dict) -> np.ndarray:
+    def read(self, name: str, box: dict) -> np.ndarray:
         height = self.open().sizes["latitude"]
-        rows = region.get("latitude", slice(None))
+        rows = box.get("latitude", slice(None))
         first, stop, _ = rows.indices(height)
         southwards = slice(height - stop, height - first)
-        columns = region.get("longitude", slice(None))
-        stored = self.arrays[name].oindex[region["time"], southwards, columns]
+        columns = box.get("longitude", slice(None))
+        stored = self.arrays[name].oindex[box["time"], southwards, columns]
         return stored.read().result()[..., ::-1, :]

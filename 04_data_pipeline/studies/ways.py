@@ -82,12 +82,12 @@ class Naive(Dataset):
     def __getitem__(self, index: tuple[int, int]) -> dict[str, np.ndarray]:
         maker = self.dataset.maker
         patch = self.dataset.patch(*index)
-        region = maker.region(patch)
+        box = maker.box(patch)
         # The store's rows run from north to south, those of patches from south to north.
-        rows = region["latitude"]
+        rows = box["latitude"]
         height = self.fields.sizes["latitude"]
-        region["latitude"] = slice(height - rows.stop, height - rows.start)
-        fields = self.fields.isel(region).load(**self.loading)
+        box["latitude"] = slice(height - rows.stop, height - rows.start)
+        fields = self.fields.isel(box).load(**self.loading)
         values = np.stack([fields[name].values[::-1] for name in fields])
         batch = maker.make_batch([Sample(patch, values)])
         return {name: array[0] for name, array in batch.items()}

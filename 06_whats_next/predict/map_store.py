@@ -86,10 +86,10 @@ class MapStore:
 
     def write(self, number: int, names: list[str], values: np.ndarray, flags) -> None:
         """Write a map, (variables, H, W), and then its flags, by which it counts as done."""
-        region = {"time": slice(number, number + 1)}
+        box = {"time": slice(number, number + 1)}
         maps = {name: (DIMS, values[n][None]) for n, name in enumerate(names)}
-        xr.Dataset(maps).to_zarr(self.path, region=region)
-        xr.Dataset({FLAGS: (DIMS, flags[None])}).to_zarr(self.path, region=region)
+        xr.Dataset(maps).to_zarr(self.path, region=box)
+        xr.Dataset({FLAGS: (DIMS, flags[None])}).to_zarr(self.path, region=box)
 
 
 def axis(direction: str, letter: str) -> dict[str, str]:

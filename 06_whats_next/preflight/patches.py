@@ -150,8 +150,8 @@ def choose_times(number: int) -> np.ndarray:
 def search_maps(reader: Reader, maker: PatchMaker, times: np.ndarray) -> Finding | None:
     """A finding that names the first bad value, or None."""
     period = maker.period
-    regions = [{"time": period.positions[time]} for time in times]
-    maps = reader.read_at_once(regions)
+    boxes = [{"time": period.positions[time]} for time in times]
+    maps = reader.read_at_once(boxes)
     bad = find_bad(maps, maker)
     if not bad.any():
         return None

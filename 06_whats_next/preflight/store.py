@@ -120,16 +120,16 @@ def measure_rate(
     reader: FieldReader, period: Period, blocks: list[np.ndarray], at_once: int
 ) -> Rate:
     """Read all variables of some blocks, with so many reads at once."""
-    names, regions = [], []
+    names, boxes = [], []
     for block in blocks:
         first = period.positions[block[0]]
         names += reader.variables
         times = slice(first, first + len(block))
-        regions += [{"time": times}] * len(reader.variables)
+        boxes += [{"time": times}] * len(reader.variables)
     before = reader.traffic.counts()
     began = perf_counter()
     with ThreadPoolExecutor(at_once) as threads:
-        for values in threads.map(reader.read, names, regions):
+        for values in threads.map(reader.read, names, boxes):
             del values
     seconds = perf_counter() - began
     requests, size, _ = np.subtract(reader.traffic.counts(), before)

@@ -176,7 +176,7 @@ def tabulate(
     seasons = {"year": slice(None)} | {name: n for n, name in enumerate(SEASONS)}
     for basin, cells in find_basins(latitude, longitude).items():
         if not errors.weight[:, cells].any():
-            continue  # the store is of another region
+            continue  # the store is of another area
         for season, number in seasons.items():
             if errors.weight[number][..., cells].any():
                 rmse = {name: errors.rmse(name, cells, number) for name in FILLS}

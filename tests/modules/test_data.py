@@ -52,8 +52,8 @@ class Memory:
     def __init__(self, winds: xr.Dataset):
         self.values = winds.to_dataarray().transpose("time", "variable", ...).values
 
-    def read_at_once(self, regions: list[dict]) -> np.ndarray:
-        return np.stack([self.values[at["time"]][:, at["latitude"]][..., at["longitude"]] for at in regions])
+    def read_at_once(self, boxes: list[dict]) -> np.ndarray:
+        return np.stack([self.values[at["time"]][:, at["latitude"]][..., at["longitude"]] for at in boxes])
 
 
 @pytest.fixture

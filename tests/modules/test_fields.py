@@ -101,7 +101,7 @@ def with_others(winds: xr.Dataset) -> xr.Dataset:
 
 
 def columns(*numbers: int) -> Callable:
-    """A region, or the whole map in another order."""
+    """A box, or the whole map in another order."""
     return lambda winds: winds.isel(longitude=list(numbers))
 
 
@@ -156,7 +156,7 @@ LAYOUTS = {  # what becomes of the dataset, --level, and the columns of the map 
     "a chosen member": (levels(["r1", "r2"], "member"), "r2", IN_ORDER),
     "across Greenwich": (columns(38, 39, 0, 1), None, (38, 39, 0, 1)),
     "across Greenwich, from east to west": (columns(1, 0, 39, 38), None, (38, 39, 0, 1)),
-    "a region in no order": (columns(3, 6, 5, 4), None, (3, 4, 5, 6)),
+    "a box in no order": (columns(3, 6, 5, 4), None, (3, 4, 5, 6)),
     "names": (of_a_forecast, None, IN_ORDER),
     "standard names": (named("instant", "y", "x", standard_name=DIMS[::-1]), None, IN_ORDER),
     "axes": (named("instant", "lat", "lon", axis=("X", "Y", "T")), None, IN_ORDER),
@@ -168,7 +168,7 @@ LAYOUTS = {  # what becomes of the dataset, --level, and the columns of the map 
 def test_other_layouts_are_the_same_map(layout: str, winds: xr.Dataset, tmp_path: Path) -> None:
     """Each value has the date and the place on Earth that it had, on sorted coordinates without a jump.
 
-    Regions are read as (time, latitude, longitude), whatever the order in the store.
+    Boxes are read as (time, latitude, longitude), whatever the order in the store.
     """
     transform, level, found_columns = LAYOUTS[layout]
     few = winds.isel(time=slice(6))
@@ -183,14 +183,14 @@ def test_other_layouts_are_the_same_map(layout: str, winds: xr.Dataset, tmp_path
     if transform is not shrunk:
         np.testing.assert_array_equal(found.latitude, expected.latitude)
     place = {"latitude": slice(2, 9), "longitude": np.array([2, 3, 0, 1])}
-    regions = [place | {"time": time} for time in (4, 0)]
-    values = reader.read_at_once(regions)
+    boxes = [place | {"time": time} for time in (4, 0)]
+    values = reader.read_at_once(boxes)
     assert (values.dtype, values.shape) == (np.float32, (2, 2, 7, 4))
     for number, name in enumerate(("v", "u")):
         np.testing.assert_array_equal(reader.read(name, {"time": slice(0, 6)}), expected[name])
         np.testing.assert_array_equal(reader.read(name, {"time": np.array([4, 1])}), expected[name][[4, 1]])
-        for n, region in enumerate(regions):
-            np.testing.assert_array_equal(values[n, number], expected[name][region])
+        for n, box in enumerate(boxes):
+            np.testing.assert_array_equal(values[n, number], expected[name][box])
 
 
 def test_statistics_of_another_layout_are_the_same(winds: xr.Dataset, tmp_path: Path) -> None:

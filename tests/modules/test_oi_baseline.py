@@ -167,9 +167,9 @@ def test_a_band_holds_the_rows_of_every_patch_that_begins_in_it() -> None:
         np.testing.assert_allclose(interpolator.zonal(row), table[:, rows, rows], atol=1e-6)
 
 
-def test_a_region_does_not_wrap(tmp_path: Path) -> None:
-    region = smooth_winds().isel(longitude=slice(30))
-    assert not interpolator_of(made(write(tmp_path / "winds", region))).wraps
+def test_an_area_does_not_wrap(tmp_path: Path) -> None:
+    area = smooth_winds().isel(longitude=slice(30))
+    assert not interpolator_of(made(write(tmp_path / "winds", area))).wraps
 
 
 # ------------------------------------------------------------------------------------------ the row

@@ -110,10 +110,10 @@ def no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_web_server_serves_a_store(way: str, server, winds: xr.Dataset) -> None:
     """Also one that says of what is absent, such as statistics, that it may not be read."""
     reader = reader_of(f"{server.address}/{way}/whole")
-    region = {"time": 5, "latitude": slice(2, 9), "longitude": np.array([38, 39, 0, 1])}
-    values = reader.read_at_once([region])
+    box = {"time": 5, "latitude": slice(2, 9), "longitude": np.array([38, 39, 0, 1])}
+    values = reader.read_at_once([box])
     for number, name in enumerate(("u", "v")):
-        np.testing.assert_array_equal(values[0, number], winds[name][region])
+        np.testing.assert_array_equal(values[0, number], winds[name][box])
     assert store_climatology.read_statistics(reader, "u_v_1982_1983") is None
 
 
@@ -197,8 +197,8 @@ def test_a_public_bucket_of_another_region_is_read() -> None:
     """Sea surface temperatures (MUR) in Oregon: named from elsewhere only with the region."""
     public = {"anonymous": True, "region": "us-west-2"}
     reader = reader_of("s3://mur-sst/zarr-v1", "analysed_sst", **public)
-    region = {"time": 0, "latitude": slice(9000, 9010), "longitude": slice(0, 10)}
-    assert np.isfinite(reader.read("analysed_sst", region)).any()
+    box = {"time": 0, "latitude": slice(9000, 9010), "longitude": slice(0, 10)}
+    assert np.isfinite(reader.read("analysed_sst", box)).any()
     with pytest.raises(DataError, match="--region"):
         reader_of("s3://mur-sst/zarr-v1", "analysed_sst", **(public | {"region": "eu-west-1"})).open()
 

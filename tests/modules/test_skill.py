@@ -116,7 +116,7 @@ def test_a_basin_is_compared_with_the_best_of_its_baselines(capsys) -> None:
 
 @pytest.mark.parametrize("wraps", [False, True])
 def test_interpolation_crosses_the_seam_of_a_globe_only(wraps: bool) -> None:
-    """What is seen nearby is on the other side of the seam: on a globe near, in a region far away."""
+    """What is seen nearby is on the other side of the seam: on a globe near, in an area far away."""
     values = np.zeros((1, 8, 40), "float32")
     values[..., -2:] = 1
     seen = np.zeros((8, 40), bool)

@@ -123,10 +123,10 @@ def test_a_sample_has_so_many_times_of_each_month_and_numpys_mean(
     """The same in every run; months without a training time have no climatology."""
     read, chosen = FieldReader.read, []
 
-    def watched(reader: FieldReader, name: str, region: dict) -> np.ndarray:
-        if name == "u" and np.ndim(region["time"]):
-            chosen.extend(region["time"])
-        return read(reader, name, region)
+    def watched(reader: FieldReader, name: str, box: dict) -> np.ndarray:
+        if name == "u" and np.ndim(box["time"]):
+            chosen.extend(box["time"])
+        return read(reader, name, box)
 
     monkeypatch.setattr(store_climatology, "TIMES_A_MONTH", number)
     monkeypatch.setattr(FieldReader, "read", watched)
@@ -404,11 +404,11 @@ def test_a_pass_that_was_stopped_goes_on_where_it_was(
     whole = climatology_of(sparse_store, tmp_path / "whole", missing="mask")
     read, starts = FieldReader.read_at_once, []
 
-    def watched(reader: FieldReader, regions: list[dict]) -> np.ndarray:
-        starts.append(regions[0]["time"].start)
+    def watched(reader: FieldReader, boxes: list[dict]) -> np.ndarray:
+        starts.append(boxes[0]["time"].start)
         if stopping and starts[-1] == 48:
             raise DataError("stopped")
-        return read(reader, regions)
+        return read(reader, boxes)
 
     monkeypatch.setattr(FieldReader, "read_at_once", watched)
     stopping = True
@@ -425,10 +425,10 @@ def test_a_pass_that_was_stopped_goes_on_where_it_was(
 def test_blocks_are_read_at_the_same_time_and_each_once(sparse_store: Path, kept: Path, monkeypatch) -> None:
     barrier, read, starts = threading.Barrier(2), FieldReader.read_at_once, []
 
-    def together(reader: FieldReader, regions: list[dict]) -> np.ndarray:
+    def together(reader: FieldReader, boxes: list[dict]) -> np.ndarray:
         barrier.wait(timeout=60)  # for another read; BrokenBarrierError if there is none
-        starts.append(regions[0]["time"].start)
-        return read(reader, regions)
+        starts.append(boxes[0]["time"].start)
+        return read(reader, boxes)
 
     monkeypatch.setattr(FieldReader, "read_at_once", together)
     climatology_of(sparse_store, kept, missing="mask")
