@@ -6,7 +6,7 @@
 
 It times GETs of one byte and of whole chunks, alone and many at once, cuts two maps
 into chunks of other shapes, in memory, and reads batches out of them. You should see the
-latency, how many reads at once are worth it, what an epoch costs in requests, bytes and
+latency, how many reads at once are worth it, what the store and an epoch of it cost in
 dollars, and which chunks would be the fastest and the cheapest. It reads less than 500 MB.
 """
 
@@ -27,6 +27,7 @@ from errors import print_note, program, refuse
 from location import Location, client_options
 from options import PATCH_SIZE, VARIABLES, StoreOptions
 from probing.replay import Replay, draw_boxes, replay
+from probing.upkeep import Upkeep, count_objects, find_upkeep
 from probing.wire import Wire, measure_wire
 from store import FieldReader
 
@@ -50,6 +51,8 @@ class PriceOptions:
     """What it costs, in dollars."""
 
     get_price: float = option(0.0004, "of 1,000 GETs", least=0)
+    put_price: float = option(0.005, "of 1,000 PUTs or LISTs", least=0)
+    month_price: float = option(0.023, "of a GB that is kept for a month", least=0)
     egress_price: float = option(0.0, "of a GB that leaves the region", least=0)
     hour_price: float = option(3.0, "of an hour of the machine that waits", least=0)
 
@@ -116,10 +119,12 @@ def probe(options: Options, location: Location) -> dict:
     print_wire(wire)
     now = read_as_it_is(reader, options)
     print_now(now, reader, options)
+    upkeep = find_upkeep(reader, wire.chunk_size)
+    print_upkeep(upkeep, options)
     shapes = []
     for tried in replay(reader, options.patch_size, options.batch_size):
         shapes.append(predict(tried, wire, options.batch_size))
-    print_shapes(shapes, options)
+    print_shapes(shapes, reader, options)
     return {
         "latency_ms": 1e3 * wire.latency,
         "p99_ms": 1e3 * float(np.percentile(wire.first_bytes, 99)),
@@ -128,6 +133,7 @@ def probe(options: Options, location: Location) -> dict:
         "request_ms": 1e3 * wire.per_request,
         "mb_ms": 1e9 * wire.per_byte,
         "now": asdict(now),
+        "upkeep": asdict(upkeep),
         "shapes": [asdict(shape) | shape.dollars(options) for shape in shapes],
         "fastest": fastest(shapes).chunk,
         "cheapest": cheapest(shapes, options).chunk,
@@ -219,11 +225,22 @@ def describe(reading: Reading) -> str:
     )
 
 
-def print_shapes(shapes: list[Reading], options: Options) -> None:
+def print_upkeep(upkeep: Upkeep, options: Options) -> None:
+    """What the store costs, whoever reads it."""
+    cost = upkeep.dollars(options.put_price, options.month_price)
+    print(f"the store: {upkeep.objects:,} objects, about {upkeep.size / 1e9:,.2f} GB")
+    print(f"  ${cost['put']:,.2f} to write them, ${cost['list']:,.2f} to list them")
+    print(f"  ${cost['month']:,.2f} a month to keep them")
+
+
+def print_shapes(shapes: list[Reading], reader: FieldReader, options: Options) -> None:
     """What other chunks would give."""
-    print("\npredicted for chunks of one time, without shards; $ of a million samples:")
+    print("\npredicted for chunks of one time, without shards; $ of a million samples;")
+    print(f"objects of the store, each ${options.put_price / 1e3:.6f} to write:")
     heads = f"{'chunk':12} {'samples/s':>9} {'GETs':>6} {'MB':>7}"
-    print(f"{heads} {'$ GETs':>8} {'egress':>8} {'machine':>8} {'all':>8}")
+    print(
+        f"{heads} {'$ GETs':>8} {'egress':>8} {'machine':>8} {'all':>8} {'objects':>11}"
+    )
     best = fastest(shapes)
     for shape in shapes:
         marks = []
@@ -239,6 +256,7 @@ def print_shapes(shapes: list[Reading], options: Options) -> None:
         for each in shape.dollars(options).values():
             line += f" {each:8,.2f}"
         line += f" {shape.all_dollars(options):8,.2f}"
+        line += f" {count_objects(reader, shape.chunk):11,}"
         print(f"{line}  {', '.join(marks)}".rstrip())
 
 

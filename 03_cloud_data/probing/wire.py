@@ -53,6 +53,7 @@ class Wire:
     start: float  # seconds
     per_request: float
     per_byte: float
+    chunk_size: float  # bytes of a chunk, in the mean
 
     def seconds(self, requests: float, size: float) -> float:
         """What so many GETs of together `size` bytes take if all are sent at once."""
@@ -81,7 +82,8 @@ def measure_wire(client: ObjectStore, reader: FieldReader) -> Wire:
     whole = []
     for number in AT_ONCE:
         whole.append(time_burst(client, parts, number, LARGEST))
-    return Wire(first_bytes, whole, *fit(small + whole))
+    chunk_size = sum(part.length for part in parts) / len(parts)
+    return Wire(first_bytes, whole, *fit(small + whole), chunk_size)
 
 
 def find_chunks(client: ObjectStore, reader: FieldReader, most: int) -> Iterator[Part]:

@@ -25,6 +25,7 @@ from studies.ways import (
 )
 
 TILES = "128 x 128"
+FAR = (100,)  # ms to the first byte of a bucket on another continent
 QUIET = 0.1  # cores that other programs may take from a measurement
 TRIES = 10  # to find a quiet moment
 PERCENTILES = {"p50": 50, "p95": 95, "p99": 99}
@@ -35,7 +36,7 @@ def patterns(repeats: int) -> list[dict]:
     """Every layout, way and latency."""
     cases: list[Case] = []
     with ExitStack() as stack:
-        for latency in LATENCIES:
+        for latency in (*LATENCIES, *full_or_quick(FAR, ())):
             server = stack.enter_context(serve(latency))
             ways = ways_of_files(server)
             for layout in LAYOUTS:

@@ -10,7 +10,7 @@ from results import spread
 from studies.costs import TILES
 from studies.server import LATENCIES, Server, serve
 from studies.stores import SIZE, full_or_quick, store_flags
-from studies.ways import draw_regions, open_patches
+from studies.ways import draw_boxes, open_patches
 
 # Shares of GETs that are answered 503, are reset, and end half-way.
 FAULTS = (
@@ -46,13 +46,13 @@ def retries(repeats: int) -> list[dict]:
 def read_with_faults(server: Server) -> dict:
     """Read batches for some seconds: samples, seconds, and what the server counted."""
     patches = open_patches(store_flags(TILES, server))
-    regions = draw_regions(patches, SIZE["batch"])
-    patches.reader.read_at_once(regions)  # which connects
+    boxes = draw_boxes(patches, SIZE["batch"])
+    patches.reader.read_at_once(boxes)  # which connects
     before = count(server)
     began = perf_counter()
     batches = 0
     while perf_counter() - began < full_or_quick(4, 0.05):
-        patches.reader.read_at_once(regions)
+        patches.reader.read_at_once(boxes)
         batches += 1
     seconds = perf_counter() - began
     after = count(server)
