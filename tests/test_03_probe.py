@@ -19,7 +19,8 @@ U = "10m_u_component_of_wind"
 @pytest.fixture(scope="module")
 def modules() -> Iterator[SimpleNamespace]:
     """probe.py and what it is made of."""
-    names = {"probe": "probe", "wire": "probing.wire", "replay": "probing.replay", "store": "store"}
+    names = {"probe": "probe", "store": "store"}
+    names |= {name: f"probing.{name}" for name in ("wire", "replay", "upkeep")}
     with book.rooms("03_cloud_data"):
         found = {name: importlib.import_module(module) for name, module in names.items()}
         yield SimpleNamespace(**found, location=importlib.import_module("location"))
@@ -64,7 +65,7 @@ def test_the_line_through_bursts_is_that_of_which_they_were_made(modules) -> Non
 def test_a_gets_own_work_is_no_latency_and_few_reads_are_enough_if_more_bring_nothing(modules) -> None:
     wire = modules.wire
     bursts = [wire.Burst(n, 1000, n / min(n, 20)) for n in wire.AT_ONCE]
-    found = wire.Wire(np.array([5.0, 6, 9]), bursts, start=5, per_request=0.5, per_byte=0)
+    found = wire.Wire(np.array([5.0, 6, 9]), bursts, start=5, per_request=0.5, per_byte=0, chunk_size=1000)
     assert found.latency == 5.5 and found.best_at_once == 64
     assert found.seconds(10, 100) == 10
 
@@ -120,6 +121,28 @@ def test_what_is_dear_decides_which_chunks_are_cheapest(modules) -> None:
     assert modules.probe.fastest([small, large]) is large
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_store_is_counted_without_a_listing(layout: str, modules, open_reader) -> None:
+    reader = open_reader(layout)
+    folder = Path(reader.location.url)
+    chunks = [path for path in (folder / U).rglob("*") if path.is_file() and path.suffix != ".json"]
+    chunks = [path for path in chunks if not path.name.startswith(".z")]
+    size = sum(path.stat().st_size for path in chunks)
+    own = reader.fields[U].encoding["chunks"]
+    in_all = 36 * -(-37 // own[1]) * -(-72 // own[2])
+    upkeep = modules.upkeep.find_upkeep(reader, chunk_bytes=size / in_all)
+    assert upkeep.objects == len(chunks) == (9 if layout == "shards" else in_all)
+    assert upkeep.size == pytest.approx(size)
+    assert modules.upkeep.count_objects(reader, own[1:]) == in_all
+    assert modules.upkeep.count_objects(reader, (37, 72)) == 36
+
+
+def test_a_million_objects_cost_five_dollars_to_write_and_half_a_cent_to_list(modules) -> None:
+    upkeep = modules.upkeep.Upkeep(objects=1_000_001, size=2e12)
+    dollars = upkeep.dollars(put_price=0.005, month_price=0.023)
+    assert dollars == pytest.approx({"put": 5.000005, "list": 1001 / 1000 * 0.005, "month": 46})
+
+
 def test_it_prints_what_it_returns(modules, folder: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(modules.wire, "AT_ONCE", (1, 4))
     monkeypatch.setattr(modules.wire, "SECONDS", 0.1)
@@ -132,6 +155,7 @@ def test_it_prints_what_it_returns(modules, folder: Path, capsys, monkeypatch) -
         assert len(lines) == 1 and lines[0].startswith(" x ".join(map(str, found[chunk])))
     epoch = 36 * 37 * 72 // 16**2
     assert f"{epoch:,} samples\n  {epoch * found['now']['requests']:,.0f} GETs" in printed
+    assert f"the store: {found['upkeep']['objects']:,} objects" in printed
     assert found["best_at_once"] in (1, 4) and found["p99_ms"] >= found["latency_ms"]
 
 

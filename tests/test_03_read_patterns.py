@@ -24,7 +24,17 @@ PLACES = {  # rows count from the south, chunks from the north: the northernmost
     "across the seam": {"time": 0, "latitude": slice(1, 17), "longitude": np.arange(30, 46) % 36},
 }
 INDEX = 5 * 9 * 16 + 4  # bytes at the end of a shard: offset and size of 5 x 9 chunks, and a checksum
-MODULES = ("costs", "netcdf_files", "references", "server", "stores", "timeline", "ways")
+MODULES = (
+    "costs",
+    "netcdf_files",
+    "references",
+    "retries",
+    "server",
+    "stores",
+    "timeline",
+    "ways",
+    "zarr_versions",
+)
 
 thorough = pytest.mark.thorough
 
@@ -48,12 +58,13 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
         for name, layout in LAYOUTS.items():
             patch.setitem(found.stores.LAYOUTS, name, layout)
         patch.setattr(found.stores, "QUICK", dict(found.stores.SIZE))  # so that they are quick
-        for module in (found.costs, found.timeline):
+        for module in (found.costs, found.retries, found.timeline):
             patch.setattr(module, "LATENCIES", (5,))
-        for module in (found.server, found.stores, found.netcdf_files, found.references):
+        in_buckets = (found.server, found.stores, found.netcdf_files, found.references, found.zarr_versions)
+        for module in in_buckets:
             patch.setattr(module, "BUCKETS", folder / "outputs")
         patch.setattr(found.netcdf_files, "BLOCK_BYTES", 4096)
-        for module in (found.stores, found.references):
+        for module in (found.stores, found.references, found.zarr_versions):
             patch.setattr(module, "run_make_store", lambda *flags: make_store.main(list(map(str, flags))))
         found.stores.make_stores(LAYOUTS)
         patch.setattr(found.read_patterns, "make_stores", lambda layouts: None)
@@ -224,6 +235,33 @@ def test_a_sample_by_reference_costs_the_chunks_of_the_files_that_it_touches(stu
     assert (folder / "12_10_18/1.nc").exists()
     for values in found.values():
         np.testing.assert_array_equal(values, found["winds.zarr"])
+
+
+def test_every_format_gives_the_same_values_for_the_requests_of_its_chunks(studies) -> None:
+    """By the Zarr that is installed; a release that reads something else ends the study."""
+    rows = studies.zarr_versions.zarr_versions(1)
+    found = {(row["layout"], row["client"], row["way"]): row["requests"] for row in rows}
+    layouts = [layout.name for layout in studies.zarr_versions.LAYOUTS]
+    assert found.keys() == set(
+        product(layouts, ("disk", "obstore"), ("a patch", "a map", "patches at once"))
+    )
+    for layout in layouts:
+        asked = {way: found[layout, "obstore", way] for way in ("a patch", "a map", "patches at once")}
+        assert found[layout, "disk", "a patch"] == 0
+        if "shards" not in layout:  # a map of 19 x 36 is smaller than a chunk
+            assert set(asked.values()) == {1}
+    with pytest.raises(RuntimeError, match="a map: not all have read the same"):
+        studies.zarr_versions.check_values({(): [{"way": "a map", "crc32": number} for number in (1, 2)]})
+
+
+def test_what_is_asked_for_again_is_what_failed(studies, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studies.retries, "FAULTS", ((0, 0, 0), (0.2, 0, 0), (0, 0, 0.2)))
+    healthy, throttled, broken = studies.retries.retries(1)
+    assert healthy["SlowDown_per_sample"] == 0 < throttled["SlowDown_per_sample"]
+    answered = throttled["requests_per_sample"] - throttled["SlowDown_per_sample"]
+    assert answered == pytest.approx(healthy["requests_per_sample"])
+    assert throttled["bytes_per_sample"] < 1.5 * healthy["bytes_per_sample"]
+    assert broken["requests_per_sample"] > healthy["requests_per_sample"]
 
 
 @thorough

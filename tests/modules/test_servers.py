@@ -59,6 +59,7 @@ class Handler(SimpleHTTPRequestHandler):
         _, self.way, self.path = self.path.split("/", 2)
         self.owner.asked.append((self.command, self.path))
         self.owner.signed.append("Authorization" in self.headers)
+        self.owner.payers.append(self.headers["x-amz-request-payer"])
         chunk_fails = {"busy": 503, "guarded": 403}.get(self.way) if "/v/c/" in self.path else None
         if self.way == "elsewhere":
             self.send_response(301)  # as S3 does for a bucket of another region
@@ -90,8 +91,8 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[SimpleNamespace]:
-    """Its address, what it was asked for, whether that was signed, and how often each path breaks off."""
-    server = SimpleNamespace(asked=[], signed=[], cuts=Counter())
+    """Its address, what it was asked for, whether that was signed, who is to pay, and how often each path breaks off."""
+    server = SimpleNamespace(asked=[], signed=[], payers=[], cuts=Counter())
     with serving_files(partial(Handler, server, directory=folder)) as server.address:
         yield server
 
@@ -164,6 +165,44 @@ def test_requests_to_a_bucket_are_signed_unless_they_are_anonymous(
     np.testing.assert_array_equal(reader.read("v", {"time": 7}), winds.v[7])
     assert server.signed.count(not anonymous) > 0
     assert any(server.signed) is not anonymous
+
+
+@pytest.mark.parametrize("anonymous", [True, False])
+@pytest.mark.parametrize(
+    ("url", "environment"),
+    [
+        ("gs://bucket/whole", {"GOOGLE_BASE_URL": "ADDRESS", "GOOGLE_BEARER_TOKEN": "token"}),
+        (
+            "az://bucket/whole",
+            {
+                "AZURE_STORAGE_ENDPOINT": "ADDRESS",
+                "AZURE_STORAGE_ACCOUNT_NAME": "sea",
+                "AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0",
+            },
+        ),
+    ],
+)
+def test_google_and_azure_are_read_with_what_the_environment_has(
+    url: str, environment: dict, anonymous: bool, server, winds: xr.Dataset, no_credentials: None, monkeypatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.replace("ADDRESS", server.address))
+    reader = reader_of(url, anonymous=anonymous)
+    np.testing.assert_array_equal(reader.read("v", {"time": 7}), winds.v[7])
+    assert set(server.signed) == {not anonymous}
+
+
+@pytest.mark.parametrize("payer", [None, "requester"])
+def test_who_asks_for_it_pays(
+    payer: str | None, server, winds: xr.Dataset, no_credentials: None, monkeypatch
+) -> None:
+    """At a bucket whose owner does not: by a word in the environment, and with one's own keys."""
+    keys = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "secret"}
+    for name, value in (keys | ({"AWS_REQUEST_PAYER": payer} if payer else {})).items():
+        monkeypatch.setenv(name, value)
+    reader = reader_of("s3://bucket/whole", endpoint=server.address)
+    np.testing.assert_array_equal(reader.read("v", {"time": 7}), winds.v[7])
+    assert set(server.payers) == {payer} and all(server.signed)
 
 
 @pytest.mark.parametrize(
