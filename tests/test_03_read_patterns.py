@@ -242,9 +242,7 @@ def test_every_format_gives_the_same_values_for_the_requests_of_its_chunks(studi
     rows = studies.zarr_versions.zarr_versions(1)
     found = {(row["layout"], row["client"], row["way"]): row["requests"] for row in rows}
     layouts = [layout.name for layout in studies.zarr_versions.LAYOUTS]
-    assert found.keys() == set(
-        product(layouts, ("disk", "obstore"), ("a patch", "a map", "patches at once"))
-    )
+    assert found.keys() == set(product(layouts, ("disk", "obstore"), ("a patch", "a map", "patches at once")))
     for layout in layouts:
         asked = {way: found[layout, "obstore", way] for way in ("a patch", "a map", "patches at once")}
         assert found[layout, "disk", "a patch"] == 0
