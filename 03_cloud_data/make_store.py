@@ -42,6 +42,7 @@ from conversion.options import (
     require_same,
 )
 from conversion.progress import (
+    LOST_RECORD,
     MAKE_ANEW,
     SLABS,
     State,
@@ -254,8 +255,7 @@ def repair(making: Making, options: Options) -> dict:
         require_files(making, files, sorted(firsts))
         are_records_lost = any(one.object.startswith(SLABS) for one in damaged)
         if are_records_lost and identify(files) not in making.state.files:
-            reason = f"a file in {SLABS} is lost, so nobody knows other files' values"
-            raise DataError(f"{reason}; give the very files that were converted")
+            raise DataError(LOST_RECORD)
         source = open_sources(options, making.state.settings, files)
         for first in firsts:
             slab = making.layout.slab(first, making.state.times)

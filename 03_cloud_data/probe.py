@@ -18,22 +18,26 @@ from statistics import median
 from time import perf_counter
 
 import numpy as np
+from botocore.exceptions import BotoCoreError
+from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
 
 from arguments import add_options, option
 from checks import check_secrets, check_server, check_store
 from command_line import call_at, make_location, run
-from errors import print_note, program, refuse
+from errors import DataError, first_line, print_note, program, refuse
 from location import Location, client_options
 from options import PATCH_SIZE, VARIABLES, StoreOptions
 from probing.replay import Replay, draw_boxes, replay
 from probing.upkeep import Upkeep, count_objects, find_upkeep
 from probing.wire import Wire, measure_wire
+from remedies import find_remedy
 from store import FieldReader
 
 BATCHES = 3  # that are read out of the store as it is
 NEARLY = 0.9  # of the most samples/s
 MILLION = 1_000_000
+UNEVEN = 3  # p99 of first bytes, over their median
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,15 @@ def probe(options: Options, location: Location) -> dict:
     for note in reader.notes:
         print_note(note)
     draw_boxes(reader, options.patch_size, 1, seed=0)  # do they fit?
-    wire = measure_wire(connect(location), reader)
+    client = connect(location)
+    try:
+        wire = measure_wire(client, reader)
+        upkeep = find_upkeep(client, reader)
+    except (BaseError, BotoCoreError) as error:
+        raise DataError(f"{first_line(error)}; {find_remedy(error)}") from error
     print_wire(wire)
     now = read_as_it_is(reader, options)
     print_now(now, reader, options)
-    upkeep = find_upkeep(reader, wire.chunk_size)
     print_upkeep(upkeep, options)
     shapes = []
     for tried in replay(reader, options.patch_size, options.batch_size):
@@ -184,7 +192,11 @@ def print_wire(wire: Wire) -> None:
     """What GETs take."""
     p50, p99 = 1e3 * np.percentile(wire.first_bytes, [50, 99])
     count = len(wire.first_bytes)
-    print(f"latency: {1e3 * wire.latency:.1f} ms, without the work that a GET is")
+    if p99 > UNEVEN * p50:
+        print_note(
+            "GETs are uneven: throttled, or others use the way; probe again later"
+        )
+    print(f"latency: {1e3 * wire.latency:.1f} ms, without the CPU time of a GET")
     print(f"first byte: {p50:.1f} ms in the median, p99 {p99:.1f} ms ({count} GETs)")
     print(f"\n{'GETs at once':>12} {'GETs/s':>8} {'kB each':>8} {'MB/s':>8}")
     for burst in wire.bursts:
@@ -203,6 +215,9 @@ def print_wire(wire: Wire) -> None:
 def print_now(now: Reading, reader: FieldReader, options: Options) -> None:
     """What the store gives as it is, and what an epoch of it costs."""
     chunk = " x ".join(map(str, now.chunk))
+    shards = reader.fields[options.variables[0]].encoding.get("shards")
+    if shards:
+        chunk += f" in shards of {' x '.join(map(str, shards))}"
     print(f"\nmeasured as it is, with chunks of {chunk}: {describe(now)}")
     sizes = reader.fields.sizes
     cells = sizes["time"] * sizes["latitude"] * sizes["longitude"]
@@ -228,7 +243,8 @@ def describe(reading: Reading) -> str:
 def print_upkeep(upkeep: Upkeep, options: Options) -> None:
     """What the store costs, whoever reads it."""
     cost = upkeep.dollars(options.put_price, options.month_price)
-    print(f"the store: {upkeep.objects:,} objects, about {upkeep.size / 1e9:,.2f} GB")
+    size = f"{upkeep.size / 1e9:,.2f} GB"
+    print(f"the variables: {upkeep.objects:,} objects, about {size}")
     print(f"  ${cost['put']:,.2f} to write them, ${cost['list']:,.2f} to list them")
     print(f"  ${cost['month']:,.2f} a month to keep them")
 
@@ -236,7 +252,7 @@ def print_upkeep(upkeep: Upkeep, options: Options) -> None:
 def print_shapes(shapes: list[Reading], reader: FieldReader, options: Options) -> None:
     """What other chunks would give."""
     print("\npredicted for chunks of one time, without shards; $ of a million samples;")
-    print(f"objects of the store, each ${options.put_price / 1e3:.6f} to write:")
+    print(f"objects of the variables, each ${options.put_price / 1e3:.6f} to write:")
     heads = f"{'chunk':12} {'samples/s':>9} {'GETs':>6} {'MB':>7}"
     print(
         f"{heads} {'$ GETs':>8} {'egress':>8} {'machine':>8} {'all':>8} {'objects':>11}"

@@ -21,6 +21,11 @@ OTHER_FORMATS = {
         "refer to the same files anew, by VirtualiZarr, in an Icechunk repository",
     ),
 }
+# What to do about errors of obstore, by words in them.
+LOG_IN = {
+    "Account must be specified": "set AZURE_STORAGE_ACCOUNT_NAME",
+    "token request": "log in to the cloud, or give --anonymous",
+}
 # What to do about errors of Zarr, xarray and obstore, by words in them.
 REMEDIES = {
     "session.get_credentials": "give credentials in the environment, or --anonymous",
@@ -63,12 +68,15 @@ def list_names(location: Location) -> set[str]:
 
 def find_remedy(error: Exception) -> str:
     """What to do about an error of the client or of what decodes a store."""
+    known = REMEDIES
+    otherwise = "mend the store, or write it anew"
     if isinstance(error, (BaseError, BotoCoreError)):
-        return "check URL and credentials, or give --anonymous"
-    for words, remedy in REMEDIES.items():
+        known = LOG_IN
+        otherwise = "check URL and credentials, or give --anonymous"
+    for words, remedy in known.items():
         if words in str(error):
             return remedy
-    return "mend the store, or write it anew"
+    return otherwise
 
 
 def explain_missing(encoding: dict, missing_chunks: str) -> str | None:

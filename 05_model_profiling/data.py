@@ -173,7 +173,7 @@ class PatchMaker:
         if np.isnan(mean[valid]).any():
             remedy = "give --train-times that have the month in several years"
             return f"NaN, because its month has no climatology; {remedy}"
-        remedy = "give --missing mask to leave such cells out, or fill them"
+        remedy = "if the data have gaps, give --missing mask; else write it anew"
         return f"NaN: a value or a chunk is missing; {remedy}"
 
 

@@ -97,7 +97,8 @@ class CountingStore(WrapperStore):
                 reason = "the bucket is in another region"
                 raise DataError(f"{reason}; give its --region") from error
             reason = f"{key}: {first_line(error)}"
-            if "virtual" in reason:  # a part of a file to which an Icechunk refers
+            # A part of a file to which an Icechunk refers; or nobody is logged in.
+            if "virtual" in reason or "token request" in reason:
                 reason += f"; {find_remedy(error)}"
             raise DataError(reason) from error
         traffic = CURRENT_TRAFFIC.get(None) or Traffic()  # not of a reader

@@ -739,6 +739,12 @@ def test_files_that_were_edited_since_are_not_mixed_in(make, tmp_path: Path, ref
         assert f"the store was begun with other files; these have other values of {differ}" in line
     assert "not given, but the store was made of your files" in refused(*flags)
     assert content(tmp_path / "store", ours=True) == before
+    for record in (tmp_path / "store" / OURS / "slabs").iterdir():  # also where nobody knows what was written
+        for damaged in (b"", record.read_bytes()[:9]):
+            record.write_bytes(damaged) if damaged else record.unlink()
+            assert refused("--source", tmp_path / "edited/*.nc", *flags)
+            record.write_bytes(before[record.relative_to(tmp_path / "store").as_posix()])
+    assert content(tmp_path / "store", ours=True) == before
 
 
 # ------------------------------------------------------------------------------- several blocks at once

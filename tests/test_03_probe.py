@@ -65,7 +65,7 @@ def test_the_line_through_bursts_is_that_of_which_they_were_made(modules) -> Non
 def test_a_gets_own_work_is_no_latency_and_few_reads_are_enough_if_more_bring_nothing(modules) -> None:
     wire = modules.wire
     bursts = [wire.Burst(n, 1000, n / min(n, 20)) for n in wire.AT_ONCE]
-    found = wire.Wire(np.array([5.0, 6, 9]), bursts, start=5, per_request=0.5, per_byte=0, chunk_size=1000)
+    found = wire.Wire(np.array([5.0, 6, 9]), bursts, start=5, per_request=0.5, per_byte=0)
     assert found.latency == 5.5 and found.best_at_once == 64
     assert found.seconds(10, 100) == 10
 
@@ -124,23 +124,53 @@ def test_what_is_dear_decides_which_chunks_are_cheapest(modules) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_store_is_counted_without_a_listing(layout: str, modules, open_reader) -> None:
     reader = open_reader(layout)
-    folder = Path(reader.location.url)
-    chunks = [path for path in (folder / U).rglob("*") if path.is_file() and path.suffix != ".json"]
-    chunks = [path for path in chunks if not path.name.startswith(".z")]
-    size = sum(path.stat().st_size for path in chunks)
+    chunks = [path for path in list_chunks(reader) if path.stat().st_size]
+    upkeep = modules.upkeep.find_upkeep(client_of(modules, reader), reader)
     own = reader.fields[U].encoding["chunks"]
     in_all = 36 * -(-37 // own[1]) * -(-72 // own[2])
-    upkeep = modules.upkeep.find_upkeep(reader, chunk_bytes=size / in_all)
     assert upkeep.objects == len(chunks) == (9 if layout == "shards" else in_all)
-    assert upkeep.size == pytest.approx(size)
+    assert upkeep.size == pytest.approx(sum(path.stat().st_size for path in chunks), rel=0.15)
     assert modules.upkeep.count_objects(reader, own[1:]) == in_all
     assert modules.upkeep.count_objects(reader, (37, 72)) == 36
+
+
+def test_what_is_missing_is_neither_an_object_nor_bytes(modules, make_small_store, tmp_path: Path) -> None:
+    make_small_store(tmp_path / "store", "")
+    reader = modules.store.FieldReader(modules.location.Location(str(tmp_path / "store")), [U])
+    reader.open()
+    chunks = list_chunks(reader)
+    for path in chunks[::2]:
+        path.unlink()
+    upkeep = modules.upkeep.find_upkeep(client_of(modules, reader), reader)
+    assert upkeep.objects == pytest.approx(len(chunks) / 2, rel=0.4)  # of a sample
+
+
+def list_chunks(reader) -> list[Path]:
+    """The files of a variable's chunks or shards."""
+    files = [path for path in (Path(reader.location.url) / U).rglob("*") if path.is_file()]
+    return sorted(path for path in files if path.suffix != ".json" and not path.name.startswith(".z"))
+
+
+def client_of(modules, reader):
+    return modules.probe.connect(reader.location)
 
 
 def test_a_million_objects_cost_five_dollars_to_write_and_half_a_cent_to_list(modules) -> None:
     upkeep = modules.upkeep.Upkeep(objects=1_000_001, size=2e12)
     dollars = upkeep.dollars(put_price=0.005, month_price=0.023)
     assert dollars == pytest.approx({"put": 5.000005, "list": 1001 / 1000 * 0.005, "month": 46})
+    large = modules.upkeep.Upkeep(objects=1000, size=1000 * 12 * 2**20)  # three parts, begun and ended
+    assert large.puts == 5000 and large.dollars(put_price=1, month_price=0)["put"] == 5
+
+
+@pytest.mark.parametrize("share", [0, 0.02])
+def test_uneven_gets_are_noted(share: float, modules, capsys: pytest.CaptureFixture[str]) -> None:
+    wire = modules.wire
+    seconds = np.full(100, 0.03)
+    seconds[: int(100 * share)] = 0.2
+    bursts = [wire.Burst(n, 1000, 1) for n in wire.AT_ONCE]
+    modules.probe.print_wire(wire.Wire(seconds, bursts, start=1, per_request=0, per_byte=0))
+    assert ("note: GETs are uneven" in capsys.readouterr().out) == (share > 0)
 
 
 def test_it_prints_what_it_returns(modules, folder: Path, capsys, monkeypatch) -> None:
@@ -148,14 +178,18 @@ def test_it_prints_what_it_returns(modules, folder: Path, capsys, monkeypatch) -
     monkeypatch.setattr(modules.wire, "SECONDS", 0.1)
     with buckets.serving(folder, latency_ms=0) as address:
         flags = ["--store", "s3://winds/plain", "--endpoint", address, "--anonymous"]
-        found = modules.probe.main([*flags, "--patch-size", "16", "--variables", U])
+        prices = ["--put-price", "1000", "--month-price", "1e9"]
+        found = modules.probe.main([*flags, *prices, "--patch-size", "16", "--variables", U])
     printed = capsys.readouterr().out
     for chunk in ("fastest", "cheapest"):
         lines = [line for line in printed.splitlines() if chunk in line]
         assert len(lines) == 1 and lines[0].startswith(" x ".join(map(str, found[chunk])))
     epoch = 36 * 37 * 72 // 16**2
     assert f"{epoch:,} samples\n  {epoch * found['now']['requests']:,.0f} GETs" in printed
-    assert f"the store: {found['upkeep']['objects']:,} objects" in printed
+    upkeep = found["upkeep"]
+    assert f"  ${upkeep['objects']:,.2f} to write them, $1.00 to list them" in printed
+    assert f"  ${upkeep['size']:,.2f} a month to keep them" in printed
+    assert f"the variables: {found['upkeep']['objects']:,} objects" in printed
     assert found["best_at_once"] in (1, 4) and found["p99_ms"] >= found["latency_ms"]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import programs
 import pytest
 import xarray as xr
+import zarr
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 LAYOUTS = {  # of a map of 19 x 36, for patches of 16 x 16
@@ -237,7 +238,9 @@ def test_a_sample_by_reference_costs_the_chunks_of_the_files_that_it_touches(stu
         np.testing.assert_array_equal(values, found["winds.zarr"])
 
 
-def test_every_format_gives_the_same_values_for_the_requests_of_its_chunks(studies) -> None:
+def test_every_format_gives_the_same_values_for_the_requests_of_its_chunks(
+    studies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the Zarr that is installed; a release that reads something else ends the study."""
     rows = studies.zarr_versions.zarr_versions(1)
     found = {(row["layout"], row["client"], row["way"]): row["requests"] for row in rows}
@@ -248,13 +251,28 @@ def test_every_format_gives_the_same_values_for_the_requests_of_its_chunks(studi
         assert found[layout, "disk", "a patch"] == 0
         if "shards" not in layout:  # a map of 19 x 36 is smaller than a chunk
             assert set(asked.values()) == {1}
-    with pytest.raises(RuntimeError, match="a map: not all have read the same"):
-        studies.zarr_versions.check_values({(): [{"way": "a map", "crc32": number} for number in (1, 2)]})
+    assert {row["pipeline"] for row in rows} == {"BatchedCodecPipeline"}
+    for layout in studies.zarr_versions.LAYOUTS:
+        path = studies.zarr_versions.BUCKETS / "zarr_versions_10" / layout.key
+        array = zarr.open_array(path, mode="r")
+        assert array.metadata.zarr_format == layout.zarr_format
+        assert bool(array.shards) == layout.has_shards
+        assert ("crc32c" in str(array.compressors).lower()) == layout.has_checksums
+    read = studies.zarr_versions.Reader.read
+    monkeypatch.setattr(
+        studies.zarr_versions.Reader,
+        "read",
+        lambda *how: [row | {"crc32": number} for number, row in enumerate(read(*how))],
+    )
+    with pytest.raises(RuntimeError, match="a patch: not all have read the same"):
+        studies.zarr_versions.zarr_versions(1)
 
 
 def test_what_is_asked_for_again_is_what_failed(studies, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(studies.retries, "FAULTS", ((0, 0, 0), (0.2, 0, 0), (0, 0, 0.2)))
     healthy, throttled, broken = studies.retries.retries(1)
+    assert healthy["requests_per_sample"] > 2  # of two variables
+    assert healthy["samples_per_second"]["median"] < 4 / 0.005  # a batch of 4 waits for 5 ms at least
     assert healthy["SlowDown_per_sample"] == 0 < throttled["SlowDown_per_sample"]
     answered = throttled["requests_per_sample"] - throttled["SlowDown_per_sample"]
     assert answered == pytest.approx(healthy["requests_per_sample"])

@@ -171,7 +171,7 @@ def test_gaps_are_refused_without_the_flag_and_test_times_without_a_value(
     store: Path, gappy: xr.Dataset, tmp_path: Path
 ) -> None:
     """In a line: variable, date, both causes and the remedy."""
-    said = r"error: --store \S+: (u|v) on 198\d-\S+: NaN: a value or a chunk is missing; give --missing mask"
+    said = r"error: --store \S+: (u|v) on 198\d-\S+: NaN: a value or a chunk is missing; if the data have gaps, give --missing mask"
     assert_refused(train(store, "--output-dir", tmp_path), said)
     empty = write(tmp_path / "empty", gappy.where(gappy.time.dt.year < 1985))
     said = "--test-times: no value is present in any patch"

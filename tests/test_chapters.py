@@ -546,7 +546,10 @@ def find_first_map(flags: list[object]) -> tuple[int, str]:
 
 
 DAMAGE = {  # to a store, and what is said of it
-    "a hole": (put_hole, r"\S+ on {date}\S*: NaN: a value or a chunk is missing; give --missing mask"),
+    "a hole": (
+        put_hole,
+        r"\S+ on {date}\S*: NaN: a value or a chunk is missing; if the data have gaps, give --missing mask",
+    ),
     "missing chunks": (lose_chunks, rf"{U} of {{date}}\S*: {U}/c/{{position}}/\d/\d: this chunk is missing"),
 }
 

@@ -13,6 +13,7 @@ from conversion.blocks import Pool, read_block, write_block
 from conversion.layout import Layout
 from conversion.metadata import array_metadata, list_fields, open_skeleton
 from conversion.progress import (
+    LOST_RECORD,
     Record,
     State,
     list_slabs,
@@ -130,6 +131,8 @@ def compare_source(making: Making, source: Source, start: int) -> None:
     Called when the files' names, sizes or times of modification differ from those that are
     recorded. The slabs that have been written are read from the files again.
     """
+    if making.state.whole and len(list_slabs(making.store)) < len(making.slabs):
+        raise DataError(LOST_RECORD)
     other = "--source: the store was begun with other files; these have other"
     remedy = "give those files, or another --store"
     if set(source.fields) != set(making.fields):
@@ -154,8 +157,11 @@ def compare_source(making: Making, source: Source, start: int) -> None:
         first = making.layout.first_of(times.start)
         known = load_slab(making.store, first).maps
         inside = slice(times.start - first, times.stop - first)
-        for name in known:
-            expected = known[name][inside]
+        for name in making.fields:
+            expected = known.get(name, [])[inside]
+            is_short = len(expected) < len(found[name])
+            if is_short and first >= start:  # else the slab is one that an append fills
+                raise DataError(LOST_RECORD)
             if expected != found[name][: len(expected)]:
                 when = f"{name} from {str(making.dates[times.start])[:16]} on"
                 raise DataError(f"{other} values of {when}; {remedy}")

@@ -21,6 +21,10 @@ SLABS = f"{FOLDER}/slabs"
 SMALL = f"{FOLDER}/small.json"
 SKELETON = f"{FOLDER}/skeleton_"
 MAKE_ANEW = "remove the store and make it anew, or give another --store"
+LOST_RECORD = (
+    f"a file in {SLABS} is lost, so nobody knows other files' values; "
+    "give the very files that were converted, and --repair"
+)
 CHECKSUM = 16  # hexadecimal digits
 
 Checksums = dict[str, list[str]]  # by field

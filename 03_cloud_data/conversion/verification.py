@@ -104,7 +104,7 @@ def find_unlisted(making: Making) -> Iterator[Damage]:
 
 def find_damage(making: Making, firsts: Iterable[int]) -> Iterator[Damage]:
     """What is damaged in these slabs. All of their objects are read."""
-    nothing = np.full(making.layout.slab_times, -1)
+    nothing = np.full(min(making.layout.slab_times, making.state.times), -1)
     tasks = []
     for first in firsts:
         for name in making.fields:

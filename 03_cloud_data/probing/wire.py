@@ -10,6 +10,7 @@ from time import perf_counter
 import numpy as np
 import obstore
 import zarr
+from obstore.exceptions import PermissionDeniedError
 from obstore.store import ObjectStore
 
 from errors import DataError
@@ -53,7 +54,6 @@ class Wire:
     start: float  # seconds
     per_request: float
     per_byte: float
-    chunk_size: float  # bytes of a chunk, in the mean
 
     def seconds(self, requests: float, size: float) -> float:
         """What so many GETs of together `size` bytes take if all are sent at once."""
@@ -82,8 +82,7 @@ def measure_wire(client: ObjectStore, reader: FieldReader) -> Wire:
     whole = []
     for number in AT_ONCE:
         whole.append(time_burst(client, parts, number, LARGEST))
-    chunk_size = sum(part.length for part in parts) / len(parts)
-    return Wire(first_bytes, whole, *fit(small + whole), chunk_size)
+    return Wire(first_bytes, whole, *fit(small + whole))
 
 
 def find_chunks(client: ObjectStore, reader: FieldReader, most: int) -> Iterator[Part]:
@@ -97,20 +96,36 @@ def find_chunks(client: ObjectStore, reader: FieldReader, most: int) -> Iterator
     found = 0
     for _ in range(4 * most):
         array = arrays[rng.integers(len(arrays))]
-        cut = array.shards or array.chunks
-        grid = [-(-size // length) for size, length in zip(array.shape, cut)]
-        place = tuple(int(rng.integers(count)) for count in grid)
-        key = f"{array.path}/{array.metadata.encode_chunk_key(place)}"
-        try:
-            size = obstore.head(client, key)["size"]
-        except FileNotFoundError:
+        key = choose_object(array, rng)
+        size = find_size(client, key)
+        if not size:
             continue
-        yield Part(key, max(1, size * prod(array.chunks) // prod(cut)))
+        chunks = prod(array.shards or array.chunks) // prod(array.chunks)
+        yield Part(key, max(1, size // chunks))
         found += 1
         if found == most:
             return
     if found < most / 4:
         raise DataError(f"only {found} of {4 * most} chunks are there; nothing to time")
+
+
+def choose_object(array: zarr.Array, rng: np.random.Generator) -> str:
+    """The name of one of its objects, which may be missing."""
+    cut = array.shards or array.chunks
+    grid = [-(-size // length) for size, length in zip(array.shape, cut)]
+    place = tuple(int(rng.integers(count)) for count in grid)
+    return f"{array.path}/{array.metadata.encode_chunk_key(place)}"
+
+
+def find_size(client: ObjectStore, key: str) -> int:
+    """The bytes of an object; 0 if there is none.
+
+    S3 forbids to look for an absent object if one may not list.
+    """
+    try:
+        return obstore.head(client, key)["size"]
+    except (FileNotFoundError, PermissionDeniedError):
+        return 0
 
 
 def time_first_bytes(client: ObjectStore, parts: list[Part]) -> np.ndarray:

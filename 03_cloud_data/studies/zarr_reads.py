@@ -10,13 +10,19 @@ import urllib.request
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter, process_time
 
+import numcodecs.blosc
 import numpy as np
 import zarr
 
 BATCH = 32
+LEAST = 8  # reads of a case
+PACKAGES = ("zarr", "numcodecs", "obstore", "s3fs")
+# s3fs by default asks for a size before each object, and keeps ten connections.
+TUNED = {"max_concurrency": 1, "config_kwargs": {"max_pool_connections": 64}}
 RELEASE = int(zarr.__version__.split(".")[0])
 Place = tuple[int, slice, slice]
 
@@ -24,6 +30,8 @@ Place = tuple[int, slice, slice]
 def main() -> None:
     """Time the cases that the Zarr here can read."""
     asked = json.load(sys.stdin)
+    numcodecs.blosc.use_threads = False  # as Zarr 3 has it; Zarr 2 would use all cores
+    versions = list_versions()
     rows = []
     with ThreadPoolExecutor(BATCH) as threads:
         for case in asked["cases"]:
@@ -33,8 +41,22 @@ def main() -> None:
                 continue
             array = open_array(case, asked["folder"], asked["server"])
             found = measure(array, case["way"], asked, threads)
-            rows.append(case | {"zarr": zarr.__version__} | found)
+            rows.append(case | versions | found)
     json.dump(rows, sys.stdout)
+
+
+def list_versions() -> dict[str, str]:
+    """Of the packages that are here, and the pipeline if Zarr has several."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if RELEASE > 2:
+        path = zarr.config.get("codec_pipeline.path")
+        versions["pipeline"] = path.rpartition(".")[2]
+    return versions
 
 
 def open_array(case: dict, folder: str, server: str):
@@ -43,8 +65,10 @@ def open_array(case: dict, folder: str, server: str):
     if case["client"] == "disk":
         return zarr.open_array(str(Path(folder, name)), mode="r")
     url = f"s3://{Path(folder).name}/{name}"
-    if case["client"] == "s3fs":
+    if case["client"].startswith("s3fs"):
         options = {"anon": True, "endpoint_url": server}
+        if case["client"] == "s3fs, tuned":
+            options |= TUNED
         return zarr.open_array(url, mode="r", storage_options=options)
     from obstore.store import from_url
     from zarr.storage import ObjectStore
@@ -57,13 +81,13 @@ def open_array(case: dict, folder: str, server: str):
 def measure(array, way: str, asked: dict, threads: ThreadPoolExecutor) -> dict:
     """Read for some seconds; what a read took, and what it asked of the server."""
     read, at_once = ways_of(array, threads)[way]
-    places = draw_places(array.shape, asked["patch"], 8 * BATCH)
+    places = draw_places(array.shape, asked["patch"], asked["round"])
     checksum = zlib.crc32(np.stack([read(places[:at_once])]))  # this connects, too
     before = count(asked["server"])
     busy = process_time()
     began = perf_counter()
     done = 0
-    while perf_counter() - began < asked["seconds"]:
+    while perf_counter() - began < asked["seconds"] or done < LEAST:
         first = done % len(places)
         read(places[first : first + at_once])
         done += at_once
@@ -93,12 +117,12 @@ def ways_of(
     }
 
 
-def draw_places(shape: tuple[int, ...], patch: int, count: int) -> list[Place]:
-    """The same for every Zarr."""
-    random = np.random.default_rng(0)
+def draw_places(shape: tuple[int, ...], patch: int, seed: int) -> list[Place]:
+    """Of some batches, the same for every Zarr."""
+    random = np.random.default_rng(seed)
     times, height, width = shape
     places = []
-    for _ in range(count):
+    for _ in range(8 * BATCH):
         time = int(random.integers(times))
         row = int(random.integers(height - patch + 1))
         column = int(random.integers(width - patch + 1))

@@ -2,10 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -24,9 +25,13 @@ from studies.stores import SIZE, full_or_quick, run_make_store
 # By one Python, so that nothing but Zarr differs. None: this Python, and the Zarr that it has.
 PYTHON = "3.13"
 RELEASES = ("zarr==2.*", "zarr==3.1.*", "zarr>=3.4")
-CLIENTS = ("s3fs", "obstore")
+CLIENTS = ("s3fs", "s3fs, tuned", "obstore")
+PACKAGES = ("s3fs", "obstore")
 FUSED = "zarr.core.codec_pipeline.FusedCodecPipeline"  # from 3.4 on, if asked for
-LATENCY = 30
+LATENCY = 30  # ms to the first byte
+WAYS = ("a patch", "a map", "patches at once")
+# What tells one case from another.
+LABELS = ("zarr", "numcodecs", "obstore", "s3fs", "pipeline", "client", "layout", "way")
 TIMES = 24
 
 
@@ -57,32 +62,68 @@ LAYOUTS = (
 )
 
 
+@dataclass(frozen=True)
+class Reader:
+    """A release of Zarr, in an environment that uv makes and keeps; None: the installed one."""
+
+    release: str | None = None
+    pipeline: str | None = None  # of its codecs, if not the one that it takes by itself
+
+    def read(self, asked: dict) -> list[dict]:
+        """The rows of zarr_reads.py."""
+        chosen = {"ZARR_CODEC_PIPELINE__PATH": self.pipeline} if self.pipeline else {}
+        done = subprocess.run(
+            [*self.python(), Path(__file__).with_name("zarr_reads.py")],
+            input=json.dumps(asked),
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | chosen,
+        )
+        if done.returncode:
+            remedy = (
+                f"see above; it needs Python {PYTHON} (`uv python install {PYTHON}`)"
+            )
+            refuse(f"{self.release or 'zarr'}: it cannot be had, or not run; {remedy}")
+        return json.loads(done.stdout)
+
+    def python(self) -> list[str]:
+        """The beginning of a command that runs its Python."""
+        if not self.release:
+            return [sys.executable]
+        run = ["uv", "run", "--quiet", "--no-project", "--python", PYTHON]
+        for package in (self.release, *PACKAGES):
+            run += ["--with", package]
+        return [*run, "python"]
+
+
+READERS = [Reader(release) for release in RELEASES] + [Reader(RELEASES[-1], FUSED)]
+
+
 def zarr_versions(repeats: int) -> list[dict]:
     """A row for each release of Zarr, client, layout and way to read."""
+    readers = full_or_quick(READERS, [Reader()])
+    if readers == READERS and not shutil.which("uv"):
+        refuse("zarr_versions: uv makes each release's environment; put it on the PATH")
     folder = BUCKETS / f"zarr_versions_{SIZE['resolution']:g}"  # a bucket
     write_layouts(folder)
-    readers = full_or_quick(
-        [*product(RELEASES, [None]), (RELEASES[-1], FUSED)], [(None, None)]
-    )
-    found: dict[tuple, list[dict]] = {}
+    asked = {"folder": str(folder), "patch": SIZE["patch"]}
+    asked |= {"seconds": full_or_quick(1.0, 0.05), "cases": list_cases()}
+    rows = []
     with serve(full_or_quick(LATENCY, 0)) as server:
-        asked = {"folder": str(folder), "server": server.address, "cases": list_cases()}
-        asked |= {"seconds": full_or_quick(1.0, 0.05), "patch": SIZE["patch"]}
-        for _, reader in tqdm(
-            list(product(range(repeats), readers)), "Zarr", disable=None
-        ):
-            for row in read_with(*reader, asked):
-                labels = ("zarr", "client", "layout", "way")
-                key = (reader[1], *(row[label] for label in labels))
-                found.setdefault(key, []).append(row)
-    check_values(found)
-    return [summarise(pipeline, rows) for (pipeline, *_), rows in found.items()]
+        asked["server"] = server.address
+        for number in tqdm(range(repeats), "rounds", disable=None):
+            of_round = []
+            for reader in readers:
+                of_round += reader.read(asked | {"round": number})
+            check_values(of_round)
+            rows += of_round
+    return summarise(rows)
 
 
-def check_values(found: dict[tuple, list[dict]]) -> None:
+def check_values(rows: list[dict]) -> None:
     """RuntimeError unless all have read the same values, way by way."""
     read: dict[str, set] = {}
-    for row in chain(*found.values()):
+    for row in rows:
         read.setdefault(row["way"], set()).add(row["crc32"])
     for way, checksums in read.items():
         if len(checksums) > 1:
@@ -93,46 +134,29 @@ def list_cases() -> list[dict]:
     """What is read. Through s3fs, which Zarr 2 needs, only what Zarr 2 can read, too."""
     cases = []
     clients = full_or_quick(("disk", *CLIENTS), ("disk", "obstore"))
-    for layout, client in product(LAYOUTS, clients):
-        if client == "s3fs" and layout.zarr_format > 2:
+    for layout, client, way in product(LAYOUTS, clients, WAYS):
+        if layout.zarr_format > 2 and client.startswith("s3fs"):
             continue
-        for way in ("a patch", "a map", "patches at once"):
-            case = {"layout": layout.name, "key": layout.key, "client": client}
-            cases.append(case | {"zarr_format": layout.zarr_format, "way": way})
+        case = {"layout": layout.name, "key": layout.key, "client": client}
+        cases.append(case | {"zarr_format": layout.zarr_format, "way": way})
     return cases
 
 
-def read_with(release: str | None, pipeline: str | None, asked: dict) -> list[dict]:
-    """Run zarr_reads.py with a release of Zarr, in an environment that uv makes and keeps."""
-    run = [sys.executable]
-    if release:
-        run = ["uv", "run", "--quiet", "--no-project", "--python", PYTHON]
-        for package in (release, *CLIENTS):
-            run += ["--with", package]
-        run.append("python")
-    run.append(str(Path(__file__).with_name("zarr_reads.py")))
-    chosen = {"ZARR_CODEC_PIPELINE__PATH": pipeline} if pipeline else {}
-    done = subprocess.run(
-        run,
-        input=json.dumps(asked),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | chosen,
-    )
-    if done.returncode:
-        refuse(f"{release}: it cannot be had or run; see above")
-    return json.loads(done.stdout)
-
-
-def summarise(pipeline: str | None, rows: list[dict]) -> dict:
-    """One row of those of all rounds."""
-    labels = ("zarr", "client", "layout", "way")
-    row = {"pipeline": pipeline and pipeline.rpartition(".")[2]}
-    row |= {label: rows[0][label] for label in labels}
-    row["reads_per_second"] = spread([each["reads_per_second"] for each in rows])
-    for name in ("cpu_ms", "requests", "mb"):
-        row[name] = median(each[name] for each in rows)
-    return row
+def summarise(rows: list[dict]) -> list[dict]:
+    """A row for all rounds of a case."""
+    cases: dict[tuple, list[dict]] = {}
+    for row in rows:
+        key = tuple(row.get(label) for label in LABELS)
+        cases.setdefault(key, []).append(row)
+    found = []
+    for key, of_case in cases.items():
+        row = dict(zip(LABELS, key))
+        rates = [each["reads_per_second"] for each in of_case]
+        row["reads_per_second"] = spread(rates)
+        for name in ("cpu_ms", "requests", "mb"):
+            row[name] = median(each[name] for each in of_case)
+        found.append(row)
+    return found
 
 
 def write_layouts(folder: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_batch_is_that_of_a_plain_sum(dataset: PatchDataset, winds: xr.Dataset
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (np.nan, "NaN: a value or a chunk is missing; give --missing mask"),
+        (np.nan, "NaN: a value or a chunk is missing; if the data have gaps, give --missing mask"),
         (-np.inf, "infinity, or netCDF's mark of no value; declare it"),
         (9.96921e36, "infinity, or netCDF's mark of no value; declare it"),
         (None, "NaN, because its month has no climatology; give --train-times"),

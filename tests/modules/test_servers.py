@@ -197,6 +197,11 @@ def test_google_and_azure_are_read_with_what_the_environment_has(
     assert set(server.signed) == {not anonymous}
 
 
+def test_without_an_account_azures_variable_is_named(no_credentials: None) -> None:
+    with pytest.raises(DataError, match="must be specified; set AZURE_STORAGE_ACCOUNT_NAME"):
+        reader_of("az://container/whole", anonymous=True).open()
+
+
 @pytest.mark.parametrize("payer", [None, "requester"])
 def test_who_asks_for_it_pays(
     payer: str | None, server, winds: xr.Dataset, no_credentials: None, monkeypatch
