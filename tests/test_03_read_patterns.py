@@ -31,6 +31,7 @@ MODULES = (
     "references",
     "retries",
     "server",
+    "shapes",
     "stores",
     "timeline",
     "ways",
@@ -65,7 +66,7 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
         for module in in_buckets:
             patch.setattr(module, "BUCKETS", folder / "outputs")
         patch.setattr(found.netcdf_files, "BLOCK_BYTES", 4096)
-        for module in (found.stores, found.references, found.zarr_versions):
+        for module in (found.stores, found.references, found.shapes):
             patch.setattr(module, "run_make_store", lambda *flags: make_store.main(list(map(str, flags))))
         found.stores.make_stores(LAYOUTS)
         patch.setattr(found.read_patterns, "make_stores", lambda layouts: None)
@@ -269,7 +270,7 @@ def test_every_format_gives_the_same_values_for_the_requests_of_its_chunks(
 
 
 def test_what_is_asked_for_again_is_what_failed(studies, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(studies.retries, "FAULTS", ((0, 0, 0), (0.2, 0, 0), (0, 0, 0.2)))
+    monkeypatch.setattr(studies.retries, "FAULTS", {"error_rate": (0, 0.2), "truncate_rate": (0.2,)})
     healthy, throttled, broken = studies.retries.retries(1)
     assert healthy["requests_per_sample"] > 2  # of two variables
     assert healthy["samples_per_second"]["median"] < 4 / 0.005  # a batch of 4 waits for 5 ms at least

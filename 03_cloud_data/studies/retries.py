@@ -1,7 +1,5 @@
 """What a bucket that throttles and breaks off costs: GETs that are repeated, and time."""
 
-import json
-import urllib.request
 from time import perf_counter
 
 from tqdm import tqdm
@@ -13,34 +11,35 @@ from studies.stores import SIZE, full_or_quick, store_flags
 from studies.ways import draw_boxes, open_patches
 
 # Shares of GETs that are answered 503, are reset, and end half-way.
-FAULTS = (
-    (0, 0, 0),
-    (0.01, 0, 0),
-    (0.05, 0, 0),
-    (0.2, 0, 0),
-    (0, 0.01, 0),
-    (0, 0, 0.01),
-)
-FLAGS = ("--error-rate", "--reset-rate", "--truncate-rate")
+FAULTS = {
+    "error_rate": (0, 0.01, 0.05, 0.2),
+    "reset_rate": (0.01,),
+    "truncate_rate": (0.01,),
+}
 
 
 def retries(repeats: int) -> list[dict]:
     """A row for each kind and share of faults. A GET that is answered 503 is not billed."""
-    found: dict[tuple, list[dict]] = {rates: [] for rates in FAULTS}
+    cases = [(kind, share) for kind, shares in FAULTS.items() for share in shares]
+    found: dict[tuple, list[dict]] = {case: [] for case in cases}
     for repeat in tqdm(range(repeats), "faults", disable=None):
-        for rates in FAULTS:
-            flags = [each for pair in zip(FLAGS, rates) for each in pair]
-            with serve(max(LATENCIES), *flags, "--seed", repeat) as server:
-                found[rates].append(read_with_faults(server))
-    rows = []
-    for rates, runs in found.items():
-        samples = sum(run["samples"] for run in runs)
-        row = dict(zip(("error_rate", "reset_rate", "truncate_rate"), rates))
-        for name in ("requests", "SlowDown", "bytes"):
-            row[f"{name}_per_sample"] = sum(run[name] for run in runs) / samples
-        rates_found = [run["samples"] / run["seconds"] for run in runs]
-        rows.append(row | {"samples_per_second": spread(rates_found)})
-    return rows
+        for kind, share in cases:
+            flag = "--" + kind.replace("_", "-")
+            with serve(max(LATENCIES), flag, share, "--seed", repeat) as server:
+                found[kind, share].append(read_with_faults(server))
+    return [summarise(*case, runs) for case, runs in found.items()]
+
+
+def summarise(kind: str, share: float, runs: list[dict]) -> dict:
+    """The row of a kind and share of faults."""
+    row = dict.fromkeys(FAULTS, 0) | {kind: share}
+    samples = sum(run["samples"] for run in runs)
+    for name in ("requests", "SlowDown", "bytes"):
+        counted = sum(run[name] for run in runs)
+        row[f"{name}_per_sample"] = counted / samples
+    speeds = [run["samples"] / run["seconds"] for run in runs]
+    row["samples_per_second"] = spread(speeds)
+    return row
 
 
 def read_with_faults(server: Server) -> dict:
@@ -48,19 +47,16 @@ def read_with_faults(server: Server) -> dict:
     patches = open_patches(store_flags(TILES, server))
     boxes = draw_boxes(patches, SIZE["batch"])
     patches.reader.read_at_once(boxes)  # which connects
-    before = count(server)
+    before = server.answered()
     began = perf_counter()
     batches = 0
-    while perf_counter() - began < full_or_quick(4, 0.05):
+    least = full_or_quick(4, 0.05)
+    while perf_counter() - began < least:
         patches.reader.read_at_once(boxes)
         batches += 1
     seconds = perf_counter() - began
-    after = count(server)
-    run = {name: after[name] - before[name] for name in after}
-    return run | {"samples": batches * SIZE["batch"], "seconds": seconds}
-
-
-def count(server: Server) -> dict[str, int]:
-    """Requests, bytes, and faults of each kind so far."""
-    with urllib.request.urlopen(f"{server.address}/_counts") as reply:
-        return json.load(reply)
+    after = server.answered()
+    run = {"samples": batches * SIZE["batch"], "seconds": seconds}
+    for name in after:
+        run[name] = after[name] - before[name]
+    return run

@@ -24,10 +24,14 @@ class Server(NamedTuple):
     address: str
     pid: int
 
+    def answered(self) -> dict[str, int]:
+        """Requests, bytes, and faults of each kind so far."""
+        with urllib.request.urlopen(f"{self.address}/_counts") as reply:
+            return json.load(reply)
+
     def counts(self) -> np.ndarray:
         """Requests, bytes and CPU seconds so far, (3,)."""
-        with urllib.request.urlopen(f"{self.address}/_counts") as reply:
-            answered = json.load(reply)
+        answered = self.answered()
         times = psutil.Process(self.pid).cpu_times()
         return np.array(
             [answered["requests"], answered["bytes"], times.user + times.system]

@@ -19,10 +19,11 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from errors import refuse
 from options import VARIABLES
 from results import spread
+from studies import shapes
 from studies.server import BUCKETS, serve
-from studies.stores import SIZE, full_or_quick, run_make_store
+from studies.stores import SIZE, full_or_quick, store_path
 
-# By one Python, so that nothing but Zarr differs. None: this Python, and the Zarr that it has.
+# By one Python, and each with the newest numcodecs that it takes.
 PYTHON = "3.13"
 RELEASES = ("zarr==2.*", "zarr==3.1.*", "zarr>=3.4")
 CLIENTS = ("s3fs", "s3fs, tuned", "obstore")
@@ -32,7 +33,6 @@ LATENCY = 30  # ms to the first byte
 WAYS = ("a patch", "a map", "patches at once")
 # What tells one case from another.
 LABELS = ("zarr", "numcodecs", "obstore", "s3fs", "pipeline", "client", "layout", "way")
-TIMES = 24
 
 
 @dataclass(frozen=True)
@@ -161,19 +161,8 @@ def summarise(rows: list[dict]) -> list[dict]:
 
 def write_layouts(folder: Path) -> None:
     """One variable of made-up winds, as each layout has it; what is there is kept."""
-    source = folder / "winds.zarr"
-    rows = round(180 / SIZE["resolution"]) + 1
-    flags = [
-        "--days",
-        TIMES,
-        "--resolution",
-        SIZE["resolution"],
-        "--chunk",
-        1,
-        rows,
-        2 * rows - 2,
-    ]
-    run_make_store(*flags, "--store", source)
+    shapes.make_one(0)
+    source = store_path(shapes.name_of(0))
     winds = zarr.open_group(source, mode="r")[VARIABLES[0]][:]
     for layout in LAYOUTS:
         if not (folder / layout.key).exists():
