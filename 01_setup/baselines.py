@@ -18,12 +18,12 @@ from time import process_time
 
 import numpy as np
 import torch
-import train
-from benchmark import run_studies
 from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 
 import optimal_interpolation
+import train
+from benchmark import run_studies
 from oi_baseline import OI, fill, rmse_of, zonal_of
 
 HERE = Path(__file__).parent
@@ -46,17 +46,28 @@ def trained(steps: int) -> train.UNet:
     folder = OUTPUTS / str(steps)
     if not (folder / "summary.json").exists():
         every = str(min(steps, 250))
-        flags = ["--max-steps", str(steps), "--validate-every", every, "--checkpoint-every", every]
+        flags = [
+            "--max-steps",
+            str(steps),
+            "--validate-every",
+            every,
+            "--checkpoint-every",
+            every,
+        ]
         command = [sys.executable, "train.py", *flags, "--output-dir", folder]
         subprocess.run(command, cwd=HERE, check=True)
-    return train.FillGaps.load_from_checkpoint(folder / "last.ckpt", map_location="cpu").model.eval()
+    return train.FillGaps.load_from_checkpoint(
+        folder / "last.ckpt", map_location="cpu"
+    ).model.eval()
 
 
 def final_model() -> train.UNet:
     """Chapter 6's, whose convolutions see zeros beyond the edge of a patch."""
     saved = torch.load(FINAL, map_location="cpu", weights_only=True)["state_dict"]
     network = train.UNet(len(train.VARIABLES))
-    network.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
+    network.load_state_dict(
+        {name.removeprefix("model."): value for name, value in saved.items()}
+    )
     for module in network.modules():
         if isinstance(module, torch.nn.Conv2d):
             module.padding_mode = "zeros"
@@ -84,18 +95,29 @@ def stationary_fill(zonal: np.ndarray, patches: train.Patches, k: int) -> np.nda
     filled = np.zeros_like(sample["target"])
     distances = range(1 - patches.size, patches.size)  # in rows
     for variable, table in enumerate(zonal):
-        kernel = np.stack([table.diagonal(rows).sum(axis=-1) / len(table) for rows in distances])
-        covariance = sliding_window_view(kernel, seen.shape)[::-1, ::-1][seen].reshape(-1, seen.size)
+        kernel = np.stack(
+            [table.diagonal(rows).sum(axis=-1) / len(table) for rows in distances]
+        )
+        covariance = sliding_window_view(kernel, seen.shape)[::-1, ::-1][seen].reshape(
+            -1, seen.size
+        )
         values = sample["target"][variable, seen]
-        filled[variable, ~seen] = optimal_interpolation.interpolate(covariance, seen, values, 0.01)
+        filled[variable, ~seen] = optimal_interpolation.interpolate(
+            covariance, seen, values, 0.01
+        )
     return filled
 
 
-def compare(training: train.Patches, patches: train.Patches, networks: dict[str, train.UNet]) -> list[dict]:
+def compare(
+    training: train.Patches, patches: train.Patches, networks: dict[str, train.UNet]
+) -> list[dict]:
     """The RMSE of each fill of these patches, and the seconds of CPU time that a patch takes."""
     zonal = zonal_of(training)
     simple = train.baselines(patches)
-    rows = [{"fill": name, "rmse": simple[name][UNIT]} for name in ("linear interpolation", train.RIVAL)]
+    rows = [
+        {"fill": name, "rmse": simple[name][UNIT]}
+        for name in ("linear interpolation", train.RIVAL)
+    ]
     ways: dict[str, Callable] = {
         "OI, one covariance": lambda k: stationary_fill(zonal, patches, k),
         "OI, zonal": lambda k: fill(training, zonal, patches, k, local_share=0),
@@ -108,26 +130,40 @@ def compare(training: train.Patches, patches: train.Patches, networks: dict[str,
         began = process_time()
         filled = [way(k) for k in tqdm(range(patches.batch_size), name)]
         seconds = (process_time() - began) / patches.batch_size
-        rows.append({"fill": name, "rmse": rmse_of(filled, patches)[UNIT], "seconds": seconds})
+        rows.append(
+            {"fill": name, "rmse": rmse_of(filled, patches)[UNIT], "seconds": seconds}
+        )
         if name == OI:
             by_oi = filled
-    both = [OI_WEIGHT * one + (1 - OI_WEIGHT) * other for one, other in zip(by_oi, filled)]
-    rows.append({"fill": "both", "rmse": rmse_of(both, patches)[UNIT], "oi_weight": OI_WEIGHT})
+    both = [
+        OI_WEIGHT * one + (1 - OI_WEIGHT) * other for one, other in zip(by_oi, filled)
+    ]
+    rows.append(
+        {"fill": "both", "rmse": rmse_of(both, patches)[UNIT], "oi_weight": OI_WEIGHT}
+    )
     return [*rows, agreement(by_oi, filled, patches)]
 
 
-def agreement(by_oi: list[np.ndarray], by_network: list[np.ndarray], patches: train.Patches) -> dict:
+def agreement(
+    by_oi: list[np.ndarray], by_network: list[np.ndarray], patches: train.Patches
+) -> dict:
     """In how many patches OI is ahead of the last network, and how their errors correlate."""
     ahead, products = 0, np.zeros((2, 2))
     for k in range(patches.batch_size):
         sample = patches[0, k]
-        errors = [patches.std * (one[k] - sample["target"]) for one in (by_oi, by_network)]
+        errors = [
+            patches.std * (one[k] - sample["target"]) for one in (by_oi, by_network)
+        ]
         weighted = np.sqrt(sample["weight"]) * np.stack(errors)
         of_patch = np.einsum("avij,bvij->ab", weighted, weighted)
         ahead += int(of_patch[0, 0] < of_patch[1, 1])
         products += of_patch
     correlation = products[0, 1] / np.sqrt(products[0, 0] * products[1, 1])
-    return {"fill": "OI and network", "oi_ahead": ahead, "error_correlation": float(correlation)}
+    return {
+        "fill": "OI and network",
+        "oi_ahead": ahead,
+        "error_correlation": float(correlation),
+    }
 
 
 def fills() -> list[dict]:
@@ -144,19 +180,37 @@ def fills() -> list[dict]:
 def oi_choices() -> list[dict]:
     """The RMSE on patches of 1990 of OI with other constants, and of blends with the longest-trained network."""
     training, patches, _ = train.make_patches(train.parse_arguments([]))
-    patches.batch_size = FEW  # the first ones: step 0 has them in this order, however many it has
+    patches.batch_size = (
+        FEW  # the first ones: step 0 has them in this order, however many it has
+    )
     zonal, rows, filled = zonal_of(training), [], {}
     for choice in tqdm(CHOICES, "choices"):
         share, height, width, noise = choice
-        optimal_interpolation.TAPER_ROWS, optimal_interpolation.TAPER_COLUMNS = height, width
-        filled[choice] = [fill(training, zonal, patches, k, noise, local_share=share) for k in range(FEW)]
-        row = {"local_share": share, "taper_rows": height, "taper_columns": width, "noise": noise}
+        optimal_interpolation.TAPER_ROWS, optimal_interpolation.TAPER_COLUMNS = (
+            height,
+            width,
+        )
+        filled[choice] = [
+            fill(training, zonal, patches, k, noise, local_share=share)
+            for k in range(FEW)
+        ]
+        row = {
+            "local_share": share,
+            "taper_rows": height,
+            "taper_columns": width,
+            "noise": noise,
+        }
         rows.append(row | {"validation_rmse": rmse_of(filled[choice], patches)[UNIT]})
     *_, longest = all_networks().values()
     by_network = [network_fill(longest, patches, k) for k in range(FEW)]
     for weight in WEIGHTS:
-        both = [weight * one + (1 - weight) * other for one, other in zip(filled[CHOICES[0]], by_network)]
-        rows.append({"oi_weight": weight, "validation_rmse": rmse_of(both, patches)[UNIT]})
+        both = [
+            weight * one + (1 - weight) * other
+            for one, other in zip(filled[CHOICES[0]], by_network)
+        ]
+        rows.append(
+            {"oi_weight": weight, "validation_rmse": rmse_of(both, patches)[UNIT]}
+        )
     return rows
 
 

@@ -45,7 +45,9 @@ def run(script: str, *flags: str) -> dict:
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     seconds = perf_counter() - began
     if done.returncode:
-        raise RuntimeError(f"{script} {' '.join(flags)}: {done.stderr.splitlines()[-1]}")
+        raise RuntimeError(
+            f"{script} {' '.join(flags)}: {done.stderr.splitlines()[-1]}"
+        )
     summary = json.loads((OUTPUTS / "summary.json").read_text())
     with open(OUTPUTS / "metrics.csv", newline="") as log:
         metrics = list(csv.DictReader(log))
@@ -64,16 +66,32 @@ def scripts() -> list[dict]:
     for seed in tqdm(seeds, "scripts"):
         for name in names:
             runs[name].append(run(name, "--seed", str(seed), "--log-every", "1"))
-    measured = ("samples_per_second", "data_wait_share", "peak_memory_gb", "wall_seconds")
+    measured = (
+        "samples_per_second",
+        "data_wait_share",
+        "peak_memory_gb",
+        "wall_seconds",
+    )
     rows = []
     for name in names:
         first = runs[name][0]
         row = {"script": name, "runs": len(seeds), "steps": first["steps"]}
-        row |= {fill: rmse["m/s"] for fill, rmse in first["rmse"].items() if fill != "U-Net"}
+        row |= {
+            fill: rmse["m/s"] for fill, rmse in first["rmse"].items() if fill != "U-Net"
+        }
         row["rmse"] = spread([one["rmse"]["U-Net"]["m/s"] for one in runs[name]])
         row |= {key: spread([one[key] for one in runs[name]]) for key in measured}
-        rows.append(row | {"summary": {key: value for key, value in first.items() if key != "metrics"}})
-    log = runs["train_by_hand.py"][0]["metrics"][1:]  # the first step starts everything up
+        rows.append(
+            row
+            | {
+                "summary": {
+                    key: value for key, value in first.items() if key != "metrics"
+                }
+            }
+        )
+    log = runs["train_by_hand.py"][0]["metrics"][
+        1:
+    ]  # the first step starts everything up
     rows[0]["wait_ms"] = spread([1e3 * value for value in column(log, "wait_seconds")])
     rows[0]["work_ms"] = spread([1e3 * value for value in column(log, "work_seconds")])
     return rows
@@ -82,7 +100,9 @@ def scripts() -> list[dict]:
 def choices() -> list[dict]:
     """What decided batch size, learning rate and steps: the RMSE on 1990, the validation year, alone."""
     cases = [(4, 400), (8, 200), (16, 100)]  # as many samples
-    cases = [(batch, steps, rate) for batch, steps in cases for rate in (3e-3, 6e-3, 12e-3)]
+    cases = [
+        (batch, steps, rate) for batch, steps in cases for rate in (3e-3, 6e-3, 12e-3)
+    ]
     rows = []
     for batch, steps, rate in tqdm([*cases, (8, 300, 6e-3)], "choices"):
         flags = {
@@ -91,9 +111,18 @@ def choices() -> list[dict]:
             "--learning-rate": rate,
             "--validate-every": steps,
         }
-        metrics = run("train.py", *(str(word) for flag in flags.items() for word in flag))["metrics"]
+        metrics = run(
+            "train.py", *(str(word) for flag in flags.items() for word in flag)
+        )["metrics"]
         rmse = column(metrics, "rmse (m/s)")[-1]
-        rows.append({"batch_size": batch, "steps": steps, "learning_rate": rate, "validation_rmse": rmse})
+        rows.append(
+            {
+                "batch_size": batch,
+                "steps": steps,
+                "learning_rate": rate,
+                "validation_rmse": rmse,
+            }
+        )
     return rows
 
 
@@ -103,11 +132,22 @@ def workers() -> list[dict]:
     runs = {count: [] for count in counts}
     for _ in tqdm(range(repeats), "workers"):
         for count in counts:
-            flags = ("--max-steps", "60", "--validate-every", "60", "--num-workers", str(count))
+            flags = (
+                "--max-steps",
+                "60",
+                "--validate-every",
+                "60",
+                "--num-workers",
+                str(count),
+            )
             runs[count].append(run("train.py", *flags))
     measured = ("samples_per_second", "data_wait_share")
     return [
-        {"workers": count, "runs": repeats, "rmse": runs[count][0]["rmse"]["U-Net"]["m/s"]}
+        {
+            "workers": count,
+            "runs": repeats,
+            "rmse": runs[count][0]["rmse"]["U-Net"]["m/s"],
+        }
         | {key: spread([one[key] for one in runs[count]]) for key in measured}
         for count in counts
     ]
@@ -133,7 +173,10 @@ def machine() -> dict:
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), cpu)
+        cpu = next(
+            (line.split(": ")[1] for line in lines if line.startswith("model name")),
+            cpu,
+        )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"cpu": cpu, "cores": os.cpu_count(), "memory_gb": round(memory), "gpu": gpu}
@@ -144,11 +187,20 @@ def main(argv: list[str] | None = None) -> None:
     run_studies(STUDIES, __doc__.splitlines()[0], argv)
 
 
-def run_studies(studies: dict[str, Callable[[], list[dict]]], summary: str, argv: list[str] | None) -> None:
+def run_studies(
+    studies: dict[str, Callable[[], list[dict]]], summary: str, argv: list[str] | None
+) -> None:
     """The command line of a script with studies, such as this one."""
     parser = argparse.ArgumentParser(description=summary)
-    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(studies)}; all if none")
-    parser.add_argument("--save-results", action="store_true", help="write results/STUDY.json")
+    parser.add_argument(
+        "studies",
+        nargs="*",
+        metavar="STUDY",
+        help=f"of {', '.join(studies)}; all if none",
+    )
+    parser.add_argument(
+        "--save-results", action="store_true", help="write results/STUDY.json"
+    )
     args = parser.parse_args(argv)
     if unknown := [name for name in args.studies if name not in studies]:
         parser.error(f"{unknown[0]}: no such study; choose from {', '.join(studies)}")
@@ -156,12 +208,17 @@ def run_studies(studies: dict[str, Callable[[], list[dict]]], summary: str, argv
     threads = os.environ.get("OMP_NUM_THREADS")  # decides CPU times
     how = f"OMP_NUM_THREADS={threads} " if threads else ""
     versions = {"python": platform.python_version()}
-    versions |= {name: version(name).split("+")[0] for name in ("torch", "lightning", "scipy")}
+    versions |= {
+        name: version(name).split("+")[0] for name in ("torch", "lightning", "scipy")
+    }
     for name in args.studies or studies:
         rows = studies[name]()
         print(json.dumps(rows, indent=2))
         if args.save_results:
-            results = {"command": f"{how}uv run python {script} {name}", "date": str(date.today())}
+            results = {
+                "command": f"{how}uv run python {script} {name}",
+                "date": str(date.today()),
+            }
             results |= {"machine": machine(), "versions": versions, "rows": rows}
             path = HERE / "results" / f"{name}.json"
             path.parent.mkdir(exist_ok=True)

@@ -1,10 +1,11 @@
-"""The row "optimal interpolation" of the baselines: its RMSE on the patches that judge a run, computed once.
+"""The row "optimal interpolation" of the baselines, computed once and kept.
 
-It depends on the data, the patches and the method, and on no training run. So it is kept in a file whose name
-holds a checksum of all three, and later runs read it.
+It depends on the data, the patches and the method, and on no training run. So it is kept
+beside the climatology, in a file whose name holds a checksum of all three.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -12,77 +13,91 @@ from time import perf_counter
 import numpy as np
 from tqdm import tqdm
 
+import interpolator
 import optimal_interpolation
+from data import Data, PatchDataset
+from errors import DataError, first_line, print_note
+from interpolator import make_interpolator
 from kept_rmse import keep, read
-from optimal_interpolation import hybrid_covariance, interpolate, zonal_covariance
 
 OI = "optimal interpolation"
-KEPT = Path(__file__).parent / "outputs"
-MOST_CELLS = 100 * 100  # of a patch: twice as many take six times as long
 
 
-def oi_baseline(training, patches, folder: Path = KEPT) -> dict[str, dict[str, float]]:
-    """The row, with the RMSE for each unit, from a file in the folder if there is one; {} for large patches.
+def oi_baseline(
+    data: Data, patches: PatchDataset, samples: list[dict], folder: Path
+) -> dict[str, dict[str, float]]:
+    """The row, with the RMSE in each unit, from a file in the folder if there is one.
 
-    `training` and `patches` are train.py's `Patches`: those to take the covariance from, and those to fill.
+    `samples` are those of step 0. {}, with a note, if it cannot be made: the network has
+    been trained, and its own RMSE is what the run was for.
     """
-    if patches.size**2 > MOST_CELLS:
-        size = f"{patches.size} x {patches.size}"
-        print(f"{OI}: left out, because it would take too long for patches of {size}")
-        return {}
-    path = folder / f"optimal_interpolation_{checksum(training, patches)}.json"
-    rmse = read(path, list(patches.pools))
+    corners = [patches.patch(0, k)[1:3] for k in range(len(samples))]
+    path = folder / f"oi_{checksum(data, samples, corners)}.json"
+    rmse = read(path, list(data.units))
     if rmse is None:
         began = perf_counter()
-        zonal = zonal_of(training)
-        fills = (fill(training, zonal, patches, k) for k in range(patches.batch_size))
-        rmse = rmse_of(tqdm(fills, OI, patches.batch_size, unit="patch"), patches)
-        print(f"{OI}: {perf_counter() - began:.0f} s for {patches.batch_size} patches, this once")
+        try:
+            fills = fill(data, patches.maker.space.size, samples, corners)
+            rmse = rmse_of(fills, samples, data)
+        # ValueError, and so LinAlgError: of values that overflow in the products.
+        except (DataError, ValueError, MemoryError) as error:
+            print_note(f"{OI} is left out: {first_line(error)}")
+            return {}
+        seconds = perf_counter() - began
+        print(f"{OI}: {seconds:.0f} s for {len(samples)} patches, this once")
         keep(path, rmse)
     return {OI: rmse}
 
 
-def zonal_of(training) -> np.ndarray:
-    """The zonal covariance of the training times, without the cells that are masked."""
-    wraps = training.last_column == len(training.longitude) - 1
-    return zonal_covariance(np.where(training.valid, training.anomalies, np.nan), wraps, training.size)
-
-
 def fill(
-    training, zonal: np.ndarray, patches, k: int, noise: float = optimal_interpolation.NOISE, **how
-) -> np.ndarray:
-    """Sample k's anomalies as OI fills them, normalised, (variables, H, W); 0 where they were seen."""
-    _, row, column, _ = patches.sample(0, k)
-    rows = slice(row, row + patches.size)
-    anomalies = training.cut(training.anomalies, row, column)
-    sample = patches[0, k]
-    seen = sample["input"][-1] > 0
-    filled = np.zeros_like(sample["target"])
-    for variable, target in enumerate(sample["target"]):
-        covariance = hybrid_covariance(anomalies[:, variable], zonal[variable, rows, rows], seen, **how)
-        filled[variable, ~seen] = interpolate(covariance, seen, target[seen], noise)
-    return filled
+    data: Data, size: int, samples: list[dict], corners: list[tuple[int, int]]
+) -> Iterator[np.ndarray]:
+    """The anomalies of each sample as OI fills them, over their spread."""
+    with tqdm(total=len(samples), desc=OI, unit="patch", disable=None) as bar:
+        parts = (data.reader, data.training, data.climatology)
+        by_oi = make_interpolator(*parts, size)
+        for sample, corner in zip(samples, corners):
+            seen = sample["input"][-1] > 0
+            yield by_oi.fill(*corner, seen, sample["target"])
+            bar.update()
 
 
-def rmse_of(fills, patches) -> dict[str, float]:
-    """The RMSE, for each unit, of a fill of each sample, (variables, H, W)."""
+def rmse_of(
+    fills: Iterable[np.ndarray], samples: list[dict], data: Data
+) -> dict[str, float]:
+    """The RMSE, in each unit, of a fill of each sample, (variables, H, W).
+
+    DataError if it is not finite.
+    """
     squares, weights = 0, 0
-    for k, filled in enumerate(fills):
-        sample = patches[0, k]
-        error = patches.std * (filled - sample["target"])
-        squares += (sample["weight"] * error**2).sum(axis=(1, 2), dtype="float64")
+    for filled, sample in zip(fills, samples):
+        error = (filled - sample["target"]).astype("float64")
+        squares += (sample["weight"] * error**2).sum(axis=(1, 2))
         weights += sample["weight"].sum(dtype="float64")
-    return {unit: math.sqrt(squares[pool].mean() / weights) for unit, pool in patches.pools.items()}
+    std = data.climatology.std.astype("float64")
+    mean_squares = std**2 * squares / weights
+    if not np.isfinite(mean_squares).all():
+        raise DataError("its errors are not finite")
+    rmse = {}
+    for unit, numbers in data.units.items():
+        rmse[unit] = math.sqrt(mean_squares[numbers].mean())
+    return rmse
 
 
-def checksum(training, patches) -> str:
-    """Of all that the RMSE depends on: the method's code, the training times and every sample."""
-    digest = sha256(Path(optimal_interpolation.__file__).read_bytes())
-    digest.update(repr((training.last_column, patches.pools, patches.std.tolist())).encode())
-    parts = [training.anomalies, training.valid]
-    for k in range(patches.batch_size):
-        digest.update(repr(patches.sample(0, k)[1:3]).encode())
-        parts += patches[0, k].values()
+def checksum(data: Data, samples: list[dict], corners: list[tuple[int, int]]) -> str:
+    """Of all that the RMSE depends on: the method, the training times and every sample.
+
+    The values at the training times count by their climatology.
+    """
+    digest = sha256()
+    for module in (optimal_interpolation, interpolator):
+        digest.update(Path(module.__file__).read_bytes())
+    climatology = data.climatology
+    named = (data.units, corners, data.grid.wraps, data.reader.times_per_chunk)
+    digest.update(repr(named).encode())
+    parts = [data.training.positions, climatology.mean, climatology.std]
+    for sample in samples:
+        parts += sample.values()
     for part in parts:
         digest.update(np.ascontiguousarray(part))
     return digest.hexdigest()[:16]

@@ -35,7 +35,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
-DDP_BUCKETS = 2**20, 25 * 2**20  # bytes of the first, small to start early, and of every other
+DDP_BUCKETS = (
+    2**20,
+    25 * 2**20,
+)  # bytes of the first, small to start early, and of every other
 USABLE = 0.9  # of a GPU's memory; a rule of thumb: the rest is CUDA's, NCCL's and lost between blocks
 
 
@@ -77,8 +80,18 @@ SIZES = {"100 M": (1e8, 32768), "1 B": (1e9, 16384), "7 B": (7e9, 4096)}
 # "mixed", 16-bit ones beside a float32 master copy, is the sum of ZeRO's section 3.1
 # (https://arxiv.org/abs/1910.02054): also 16 in all, but half as much to send.
 STATE = {
-    "autocast": {"parameters": 4, "gradients": 4, "Adam's moments": 8, "master weights": 0},
-    "mixed": {"parameters": 2, "gradients": 2, "Adam's moments": 8, "master weights": 4},
+    "autocast": {
+        "parameters": 4,
+        "gradients": 4,
+        "Adam's moments": 8,
+        "master weights": 0,
+    },
+    "mixed": {
+        "parameters": 2,
+        "gradients": 2,
+        "Adam's moments": 8,
+        "master weights": 4,
+    },
 }
 WAYS = {
     "DDP": {},
@@ -114,10 +127,15 @@ def tree(size: float, devices: int, link: Link) -> float:
 
     NCCL's own estimate, https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc.
     """
-    return 2 * (math.ceil(math.log2(devices)) * link.latency + (devices > 1) * size / link.bandwidth)
+    return 2 * (
+        math.ceil(math.log2(devices)) * link.latency
+        + (devices > 1) * size / link.bandwidth
+    )
 
 
-def hierarchical(size: float, devices: int, network: Link, inside: Link, gpus_per_node: int) -> float:
+def hierarchical(
+    size: float, devices: int, network: Link, inside: Link, gpus_per_node: int
+) -> float:
     """Seconds to all-reduce over nodes of several GPUs: sum inside each node, between nodes, and hand out.
 
     The two halves of a ring inside the node frame a ring or a tree between nodes, the faster of them, in
@@ -127,9 +145,15 @@ def hierarchical(size: float, devices: int, network: Link, inside: Link, gpus_pe
     if devices <= gpus_per_node:
         return ring(size, devices, inside)
     nodes, ports = devices // gpus_per_node, gpus_per_node if network.per_gpu else 1
-    between = min(ring(size / ports, nodes, network), tree(size / ports, nodes, network))
-    flat = min(ports * network.bandwidth, inside.bandwidth if gpus_per_node > 1 else math.inf)
-    hops = (devices - nodes) * inside.latency + (nodes - 1) * network.latency  # once round the ring
+    between = min(
+        ring(size / ports, nodes, network), tree(size / ports, nodes, network)
+    )
+    flat = min(
+        ports * network.bandwidth, inside.bandwidth if gpus_per_node > 1 else math.inf
+    )
+    hops = (devices - nodes) * inside.latency + (
+        nodes - 1
+    ) * network.latency  # once round the ring
     through_all = 2 * hops + 2 * (devices - 1) / devices * size / flat
     return min(ring(size, gpus_per_node, inside) + between, through_all)
 
@@ -139,11 +163,15 @@ def buckets(size: float, cap_mb: float | None = None) -> list[float]:
     first, other = DDP_BUCKETS if cap_mb is None else (cap_mb * 2**20,) * 2
     sizes = [min(size, first)]
     if rest := size - sizes[0]:
-        sizes += [other] * int(rest // other) + [part for part in [rest % other] if part]
+        sizes += [other] * int(rest // other) + [
+            part for part in [rest % other] if part
+        ]
     return sizes
 
 
-def exposed(compute: float, sizes: list[float], all_reduce, backward_share: float = 2 / 3) -> float:
+def exposed(
+    compute: float, sizes: list[float], all_reduce, backward_share: float = 2 / 3
+) -> float:
     """Seconds that the all-reduces of the buckets go on after the backward pass has ended.
 
     The model: gradients become ready evenly over the backward pass, in bytes; a bucket is summed once it is
@@ -160,7 +188,13 @@ def exposed(compute: float, sizes: list[float], all_reduce, backward_share: floa
 # ------------------------------------------------------------------------------------------ calibration
 
 
-SCALING = {"devices": 0, "threads": 0, "device_batch": 0, "parameters": 0, "gradient_bytes": 0}
+SCALING = {
+    "devices": 0,
+    "threads": 0,
+    "device_batch": 0,
+    "parameters": 0,
+    "gradient_bytes": 0,
+}
 SCALING |= {"steps": 1, "compute_steps": 2}
 ALLREDUCE = {"devices": 0, "bytes": 0, "seconds": 0}
 
@@ -177,7 +211,9 @@ def usable(row: dict, field: str, dims: int) -> bool:
     return one_per_rank and bool(((array > 0) & (array < math.inf)).all())
 
 
-def read_results(folder: str, name: str, fields: dict[str, int]) -> tuple[list[dict], dict]:
+def read_results(
+    folder: str, name: str, fields: dict[str, int]
+) -> tuple[list[dict], dict]:
     """Read the rows of a results file, and the machine that they were measured on.
 
     Raises InputError if the file is missing, is no JSON, or has a row without usable `fields` {name: dimensions}.
@@ -185,16 +221,28 @@ def read_results(folder: str, name: str, fields: dict[str, int]) -> tuple[list[d
     remedy = f"measure with: uv run python scaling.py {name.removesuffix('_gpu')} --save-results"
     try:
         results = json.loads(Path(folder, f"{name}.json").read_text())
-        rows, machine, whole = results["rows"], results["machine"], results["machine"]["cores"] > 0
+        rows, machine, whole = (
+            results["rows"],
+            results["machine"],
+            results["machine"]["cores"] > 0,
+        )
     except FileNotFoundError as error:
-        raise InputError(f"--results {folder}: {name}.json is missing; {remedy}") from error
+        raise InputError(
+            f"--results {folder}: {name}.json is missing; {remedy}"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError):
         rows, machine, whole = [], {}, False
     if not (whole and isinstance(rows, list) and rows):
-        raise InputError(f"--results {folder}: {name}.json is no whole file of results; {remedy}")
+        raise InputError(
+            f"--results {folder}: {name}.json is no whole file of results; {remedy}"
+        )
     for number, row in enumerate(rows, 1):
-        if bad := [field for field, dims in fields.items() if not usable(row, field, dims)]:
-            raise InputError(f"--results {folder}: {name}.json, row {number}: no usable {bad[0]}; {remedy}")
+        if bad := [
+            field for field, dims in fields.items() if not usable(row, field, dims)
+        ]:
+            raise InputError(
+                f"--results {folder}: {name}.json, row {number}: no usable {bad[0]}; {remedy}"
+            )
     return rows, machine
 
 
@@ -204,7 +252,9 @@ def read_scaling(folder: str, name: str) -> tuple[list[dict], np.ndarray, dict]:
     rows = [row for row in rows if row.get("mode") in ("weak", "strong")]
     rows.sort(key=lambda row: (row["devices"] > 1, row["mode"] != "weak"))
     if not rows or (rows[0]["mode"], rows[0]["devices"]) != ("weak", 1):
-        raise InputError(f"--results {folder}: {name}.json has no weak row of 1 device; measure it anew")
+        raise InputError(
+            f"--results {folder}: {name}.json has no weak row of 1 device; measure it anew"
+        )
     return rows, np.ravel(rows[0]["compute_steps"]), machine
 
 
@@ -225,12 +275,18 @@ def fit_link(rows: list[dict], folder: str) -> tuple[Link, float]:
     if latency < 0:
         latency, per_byte = 0.0, factors[:, 1].sum() / (factors[:, 1] ** 2).sum()
     if per_byte * moved.max() < 0.01 * measured.max():
-        raise InputError(f"--results {folder}: allreduce.json: more bytes take no more time; measure it anew")
+        raise InputError(
+            f"--results {folder}: allreduce.json: more bytes take no more time; measure it anew"
+        )
     errors = factors @ (latency, per_byte) - 1
-    return Link("this machine's loopback", float(latency), float(1 / per_byte)), float(np.abs(errors).max())
+    return Link("this machine's loopback", float(latency), float(1 / per_byte)), float(
+        np.abs(errors).max()
+    )
 
 
-def compare(rows: list[dict], one: np.ndarray, machine: dict, link: Link, args) -> list[dict]:
+def compare(
+    rows: list[dict], one: np.ndarray, machine: dict, link: Link, args
+) -> list[dict]:
     """Predict the mean step of each measured point, in two ways, and say by how much it errs, in percent.
 
     From the point's own compute times (under no_sync, on N devices at once), so that what is judged is
@@ -240,14 +296,26 @@ def compare(rows: list[dict], one: np.ndarray, machine: dict, link: Link, args) 
     for row in rows:
         devices, measured = row["devices"], float(np.mean(row["steps"]))
         sizes = buckets(row["gradient_bytes"], args.bucket_mb)
-        point = {"kind": "point"} | {name: row[name] for name in ("mode", "devices", "device_batch")}
+        point = {"kind": "point"} | {
+            name: row[name] for name in ("mode", "devices", "device_batch")
+        }
         point["own_cores"] = devices * row["threads"] <= machine["cores"]
         point["measured_seconds"] = measured
-        point["measured_slowest_seconds"] = float(np.max(row["compute_steps"], axis=0).mean())
+        point["measured_slowest_seconds"] = float(
+            np.max(row["compute_steps"], axis=0).mean()
+        )
         scaled = one * row["device_batch"] / rows[0]["device_batch"]
-        for name, compute in (("", np.ravel(row["compute_steps"])), ("from_one_", scaled)):
+        for name, compute in (
+            ("", np.ravel(row["compute_steps"])),
+            ("from_one_", scaled),
+        ):
             slowest = expected_slowest(compute, devices)
-            left = exposed(slowest, sizes, partial(ring, devices=devices, link=link), args.backward_share)
+            left = exposed(
+                slowest,
+                sizes,
+                partial(ring, devices=devices, link=link),
+                args.backward_share,
+            )
             point |= {f"{name}slowest_seconds": slowest, f"{name}exposed_seconds": left}
             point |= {f"{name}predicted_seconds": slowest + left}
             point |= {f"{name}error_percent": 100 * ((slowest + left) / measured - 1)}
@@ -258,25 +326,45 @@ def compare(rows: list[dict], one: np.ndarray, machine: dict, link: Link, args) 
 # ----------------------------------------------------------------------------------------------- curves
 
 
-def curves(models: dict[str, tuple], stragglers: np.ndarray, args: argparse.Namespace) -> list[dict]:
+def curves(
+    models: dict[str, tuple], stragglers: np.ndarray, args: argparse.Namespace
+) -> list[dict]:
     """Weak scaling with DDP, 1 to 1,024 GPUs, of models {name: (parameters, gradient bytes, compute seconds)}.
 
     `stragglers` are compute times over their mean, (n,). Efficiency is one GPU's step over N's.
     """
-    inside, *networks = (link._replace(bandwidth=args.link_share * link.bandwidth) for link in LINKS)
+    inside, *networks = (
+        link._replace(bandwidth=args.link_share * link.bandwidth) for link in LINKS
+    )
     rows = []
     for name, (parameters, size, seconds) in models.items():
         sizes = buckets(size, args.bucket_mb)
         for network in (None, *networks):
             for devices in (2**exponent for exponent in range(11)):
                 how = {"devices": devices, "network": network, "inside": inside}
-                all_reduce = partial(hierarchical, **how, gpus_per_node=args.gpus_per_node)
+                all_reduce = partial(
+                    hierarchical, **how, gpus_per_node=args.gpus_per_node
+                )
                 slowest = seconds * expected_slowest(stragglers, devices)
-                left = exposed(slowest, sizes, all_reduce, args.backward_share) if network else 0.0
-                row = {"kind": "curve", "model": name, "parameters": parameters, "devices": devices}
-                row |= {"network": network.name if network else IDEAL, "step_seconds": slowest + left}
+                left = (
+                    exposed(slowest, sizes, all_reduce, args.backward_share)
+                    if network
+                    else 0.0
+                )
+                row = {
+                    "kind": "curve",
+                    "model": name,
+                    "parameters": parameters,
+                    "devices": devices,
+                }
+                row |= {
+                    "network": network.name if network else IDEAL,
+                    "step_seconds": slowest + left,
+                }
                 efficiency = seconds / row["step_seconds"]
-                rows.append(row | {"efficiency": efficiency, "speed_up": devices * efficiency})
+                rows.append(
+                    row | {"efficiency": efficiency, "speed_up": devices * efficiency}
+                )
     return rows
 
 
@@ -302,7 +390,9 @@ def memory(
     parts = {name: each * parameters for name, each in STATE[precision].items()}
     if sharded:
         gathered = (2 * parts["parameters"] + parts["gradients"]) / units
-        parts = {name: size / devices for name, size in parts.items()} | {"gathered units": gathered}
+        parts = {name: size / devices for name, size in parts.items()} | {
+            "gathered units": gathered
+        }
     else:
         parts["buckets"] = 0.0 if bucket_view else parts["gradients"]
     return parts | {"activations": activations}
@@ -313,7 +403,9 @@ def largest_model(available: float, activations: float, **how) -> float:
     return max(0.0, available - activations) / sum(memory(1.0, **how).values())
 
 
-def advice(parameters: float, devices: int, available: float, activations: float, **how) -> str:
+def advice(
+    parameters: float, devices: int, available: float, activations: float, **how
+) -> str:
     """Say in words whether to take DDP or FSDP for a model on so many devices, `available` bytes on each.
 
     DDP where it fits: an all-reduce moves 2 bytes for each byte of gradients; FSDP gathers the parameters
@@ -339,16 +431,26 @@ def advice(parameters: float, devices: int, available: float, activations: float
 
 def memory_table(models: dict[str, tuple], args: argparse.Namespace) -> list[dict]:
     """GB on each GPU for models x WAYS, advice for each, and last the largest model that each way fits."""
-    available, activations = USABLE * args.gpu_memory * 1e9, args.activation_gb * args.device_batch * 1e9
+    available, activations = (
+        USABLE * args.gpu_memory * 1e9,
+        args.activation_gb * args.device_batch * 1e9,
+    )
     how = {"activations": activations, "precision": args.precision, "units": args.units}
     rows = []
     for name, (parameters, *_) in models.items():
         row = {"kind": "memory", "model": name, "parameters": parameters}
         for way, options in WAYS.items():
-            parts = {part: size / 1e9 for part, size in memory(parameters, **how, **options).items()}
+            parts = {
+                part: size / 1e9
+                for part, size in memory(parameters, **how, **options).items()
+            }
             row[way] = parts | {"sum": sum(parts.values())}
-        rows.append(row | {"advice": advice(parameters, args.devices, available, **how)})
-    most = {way: largest_model(available, **how, **options) for way, options in WAYS.items()}
+        rows.append(
+            row | {"advice": advice(parameters, args.devices, available, **how)}
+        )
+    most = {
+        way: largest_model(available, **how, **options) for way, options in WAYS.items()
+    }
     return [*rows, {"kind": "largest model", "available_gb": available / 1e9} | most]
 
 
@@ -372,19 +474,42 @@ def fit_with_ddp(models: dict[str, tuple], table: list[dict]) -> dict[str, tuple
 def draw(rows: list[dict], models: dict[str, tuple], gpus_per_node: int) -> Figure:
     """Efficiency against GPUs: a panel for each model (four at most), a line for each network."""
     styles = {IDEAL: ("0.35", ":", None, 1)}  # the colours are Okabe and Ito's
-    for link, colour, marker in zip(LINKS, ("black", "#0072B2", "#E69F00", "#D55E00"), "Dos^"):
+    for link, colour, marker in zip(
+        LINKS, ("black", "#0072B2", "#E69F00", "#D55E00"), "Dos^"
+    ):
         styles[link.name] = (colour, "-", marker, gpus_per_node)
     figure = Figure(figsize=(11, 9.5), layout="constrained")
     panels = figure.subplots(2, 2, sharey=True).flatten()
     for axes, (name, (_, _, seconds)) in zip(panels, models.items()):
         for network, (colour, line, marker, first) in styles.items():
-            alike = network == LINKS[0].name  # inside a node, where every network has the same points
+            alike = (
+                network == LINKS[0].name
+            )  # inside a node, where every network has the same points
             part = [row for row in rows if row["model"] == name]
-            part = [row for row in part if row["network"] == (LINKS[1].name if alike else network)]
-            part = [row for row in part if (row["devices"] <= first if alike else row["devices"] >= first)]
-            x, y = [row["devices"] for row in part], [100 * row["efficiency"] for row in part]
+            part = [
+                row
+                for row in part
+                if row["network"] == (LINKS[1].name if alike else network)
+            ]
+            part = [
+                row
+                for row in part
+                if (row["devices"] <= first if alike else row["devices"] >= first)
+            ]
+            x, y = (
+                [row["devices"] for row in part],
+                [100 * row["efficiency"] for row in part],
+            )
             axes.plot(
-                x, y, line, marker=marker, color=colour, lw=2.5, ms=8, label=network, zorder=2 + (not marker)
+                x,
+                y,
+                line,
+                marker=marker,
+                color=colour,
+                lw=2.5,
+                ms=8,
+                label=network,
+                zorder=2 + (not marker),
             )
         axes.set_title(f"{name} parameters, {1e3 * seconds:.0f} ms a step", fontsize=17)
         axes.set_xscale("log", base=2)
@@ -395,14 +520,23 @@ def draw(rows: list[dict], models: dict[str, tuple], gpus_per_node: int) -> Figu
         axes.grid(alpha=0.3)
     figure.supylabel("weak-scaling efficiency, %", fontsize=17)
     title = "Predicted for DDP; the networks by vendors' figures, not measured"
-    figure.suptitle(title if models else "No model fits on such a GPU with DDP", fontsize=18)
+    figure.suptitle(
+        title if models else "No model fits on such a GPU with DDP", fontsize=18
+    )
     for axes in panels[len(models) :]:
         axes.set_axis_off()
     handles, labels = panels[0].get_legend_handles_labels()
     if len(models) < len(panels):
         panels[-1].legend(handles, labels, loc="center", fontsize=15, frameon=False)
     else:
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=15, frameon=False)
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=2,
+            fontsize=15,
+            frameon=False,
+        )
     return figure
 
 
@@ -410,28 +544,57 @@ def report(figures: dict, args: argparse.Namespace) -> None:
     """Print what was fitted, how far it errs, and the tables."""
     fit = f"latency {1e6 * figures['latency']:.0f} µs, bandwidth {figures['bandwidth'] / 1e9:.2f} GB/s"
     print(f"Fitted to allreduce.json: {fit}, within {100 * figures['fit_error']:.0f}%")
-    print("\nMean, ms          slowest of N         step                       step, planned")
-    print("         devices  measured predicted   measured predicted error   from one device error")
-    keys = ("measured_slowest", "slowest", "measured", "predicted", "from_one_predicted")
+    print(
+        "\nMean, ms          slowest of N         step                       step, planned"
+    )
+    print(
+        "         devices  measured predicted   measured predicted error   from one device error"
+    )
+    keys = (
+        "measured_slowest",
+        "slowest",
+        "measured",
+        "predicted",
+        "from_one_predicted",
+    )
     for point in figures["points"]:
         a, b, c, d, e = (1e3 * point[f"{key}_seconds"] for key in keys)
         line = f"  {point['mode']:6} {point['devices']:7}  {a:8.1f} {b:9.1f}   {c:8.1f} {d:9.1f}"
         line += f" {point['error_percent']:+4.0f}%   {e:15.1f} {point['from_one_error_percent']:+4.0f}%"
-        print(line + ("" if point["own_cores"] else "  (processes share cores: not covered)"))
-    worst = [f"{figures[name]:.0f}%" for name in ("largest_error_percent", "from_one_largest_error_percent")]
-    print(f"largest error on several devices, a core each: {worst[0]}; from one device {worst[1]}")
+        print(
+            line
+            + ("" if point["own_cores"] else "  (processes share cores: not covered)")
+        )
+    worst = [
+        f"{figures[name]:.0f}%"
+        for name in ("largest_error_percent", "from_one_largest_error_percent")
+    ]
+    print(
+        f"largest error on several devices, a core each: {worst[0]}; from one device {worst[1]}"
+    )
 
     print(
         f"\nPredicted weak-scaling efficiency of DDP, {args.gpus_per_node} GPUs a node. Your step is {figures['step']};"
     )
     print(f"stragglers are those of {figures['stragglers']}.")
-    print(f"The networks are VENDORS' FIGURES, not measured, at {args.link_share:.0%} of the line rate.")
+    print(
+        f"The networks are VENDORS' FIGURES, not measured, at {args.link_share:.0%} of the line rate."
+    )
     columns = (8, 64, 1024)
-    print(f"  {'parameters':13} {'ms':>5}  {'GPUs':35}" + "".join(f"{n:>6}" for n in columns))
+    print(
+        f"  {'parameters':13} {'ms':>5}  {'GPUs':35}"
+        + "".join(f"{n:>6}" for n in columns)
+    )
     for name, (_, _, seconds) in figures["with_ddp"].items():
         for network in (IDEAL, *(link.name for link in LINKS[1:])):
-            part = [row for row in figures["curves"] if (row["model"], row["network"]) == (name, network)]
-            shares = [f"{row['efficiency']:6.0%}" for row in part if row["devices"] in columns]
+            part = [
+                row
+                for row in figures["curves"]
+                if (row["model"], row["network"]) == (name, network)
+            ]
+            shares = [
+                f"{row['efficiency']:6.0%}" for row in part if row["devices"] in columns
+            ]
             print(f"  {name:13} {1e3 * seconds:5.0f}  {network:35}" + "".join(shares))
     *table, most = figures["memory"]
     for row in table:
@@ -440,8 +603,14 @@ def report(figures: dict, args: argparse.Namespace) -> None:
             print(f"  {row['model']:13}        DDP would need {needed}: no prediction")
 
     activations = f"activations {args.activation_gb * args.device_batch:g} GB"
-    print(f"\nGB on each GPU, {args.precision}, {activations}, {USABLE:.0%} of {args.gpu_memory:g} GB usable")
-    print(f"  {'parameters':13}" + "".join(f"{way:>12}" for way in WAYS) + f"   on {args.devices} GPUs take")
+    print(
+        f"\nGB on each GPU, {args.precision}, {activations}, {USABLE:.0%} of {args.gpu_memory:g} GB usable"
+    )
+    print(
+        f"  {'parameters':13}"
+        + "".join(f"{way:>12}" for way in WAYS)
+        + f"   on {args.devices} GPUs take"
+    )
     for row in table:
         sums = "".join(f"{row[way]['sum']:12.1f}" for way in WAYS)
         print(f"  {row['model']:13}{sums}   {row['advice']}")
@@ -458,7 +627,9 @@ def write_aside(flag: str, path: Path, write) -> None:
     except OSError as error:
         with suppress(OSError):
             aside.unlink()
-        reason = f"cannot write {path.name} ({error}); make room or choose another folder"
+        reason = (
+            f"cannot write {path.name} ({error}); make room or choose another folder"
+        )
         raise InputError(f"{flag} {path.parent}: {reason}") from error
 
 
@@ -474,38 +645,107 @@ class Parser(argparse.ArgumentParser):
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add, number = parser.add_argument, {"type": float, "metavar": "X"}
-    add("--results", default=os.path.relpath(HERE / "results"), help="folder of what scaling.py measured")
+    add(
+        "--results",
+        default=os.path.relpath(HERE / "results"),
+        help="folder of what scaling.py measured",
+    )
     step = "compute time of a GPU's step; without it, that in scaling_gpu.json, or else 0.02 is assumed"
     add("--step-seconds", help=step, **number)
-    add("--parameters", help="of your model; without it, those of this chapter's U-Net", **number)
-    add("--bytes-per-parameter", default=4, help="in the gradients that your model sends", **number)
-    add("--flops", default=4e14, help="a GPU's, for the other models; assumed: 40%% of an H100's", **number)
+    add(
+        "--parameters",
+        help="of your model; without it, those of this chapter's U-Net",
+        **number,
+    )
+    add(
+        "--bytes-per-parameter",
+        default=4,
+        help="in the gradients that your model sends",
+        **number,
+    )
+    add(
+        "--flops",
+        default=4e14,
+        help="a GPU's, for the other models; assumed: 40%% of an H100's",
+        **number,
+    )
     add("--gpus-per-node", type=int, default=8, help="joined by NVLink; a power of two")
-    add("--link-share", default=0.8, help="share of the line rate that an all-reduce attains", **number)
-    add("--backward-share", default=2 / 3, help="of the compute time: twice the forward's work", **number)
-    add("--bucket-mb", help="DDP's bucket_cap_mb; without it, 1 for the first, 25 for the others", **number)
-    add("--precision", choices=tuple(STATE), default="autocast", help="what is kept for each parameter")
+    add(
+        "--link-share",
+        default=0.8,
+        help="share of the line rate that an all-reduce attains",
+        **number,
+    )
+    add(
+        "--backward-share",
+        default=2 / 3,
+        help="of the compute time: twice the forward's work",
+        **number,
+    )
+    add(
+        "--bucket-mb",
+        help="DDP's bucket_cap_mb; without it, 1 for the first, 25 for the others",
+        **number,
+    )
+    add(
+        "--precision",
+        choices=tuple(STATE),
+        default="autocast",
+        help="what is kept for each parameter",
+    )
     add("--gpu-memory", default=80, help="of each GPU, in GB", **number)
-    add("--activation-gb", default=2, help="for each sample, the same for every model", **number)
-    add("--device-batch", type=int, default=1, help="samples on each GPU, for the activations")
-    add("--units", type=int, default=32, help="into which FSDP divides a model, such as its blocks")
+    add(
+        "--activation-gb",
+        default=2,
+        help="for each sample, the same for every model",
+        **number,
+    )
+    add(
+        "--device-batch",
+        type=int,
+        default=1,
+        help="samples on each GPU, for the activations",
+    )
+    add(
+        "--units",
+        type=int,
+        default=32,
+        help="into which FSDP divides a model, such as its blocks",
+    )
     add("--devices", type=int, default=8, help="GPUs that the advice is for")
-    add("--output-dir", default=os.path.relpath(HERE / "outputs/predict_scaling"), help="for what it writes")
-    add("--save-results", action="store_true", help="write to --results instead, beside what it read")
+    add(
+        "--output-dir",
+        default=os.path.relpath(HERE / "outputs/predict_scaling"),
+        help="for what it writes",
+    )
+    add(
+        "--save-results",
+        action="store_true",
+        help="write to --results instead, beside what it read",
+    )
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')} {value}"
-        if isinstance(value, int | float) and name != "save_results" and not 0 < value < math.inf:
+        if (
+            isinstance(value, int | float)
+            and name != "save_results"
+            and not 0 < value < math.inf
+        ):
             raise InputError(f"{flag}: give a number above zero")
         if name in ("link_share", "backward_share") and value > 1:
             raise InputError(f"{flag}: it is a share; give at most 1")
     if args.gpus_per_node > 1024 or args.gpus_per_node & (args.gpus_per_node - 1):
-        raise InputError(f"--gpus-per-node {args.gpus_per_node}: give a power of two up to 1024")
+        raise InputError(
+            f"--gpus-per-node {args.gpus_per_node}: give a power of two up to 1024"
+        )
     if args.parameters and not args.step_seconds:
-        raise InputError(f"--parameters {args.parameters:g}: give your model's --step-seconds too")
+        raise InputError(
+            f"--parameters {args.parameters:g}: give your model's --step-seconds too"
+        )
     return args
 
 
@@ -521,7 +761,11 @@ def main(argv: list[str] | None = None) -> dict:
     if not covered:
         reason = "scaling.json has no point of several devices with a core each"
         raise InputError(f"--results {args.results}: {reason}; measure on more cores")
-    figures = {"latency": link.latency, "bandwidth": link.bandwidth, "fit_error": fit_error}
+    figures = {
+        "latency": link.latency,
+        "bandwidth": link.bandwidth,
+        "fit_error": fit_error,
+    }
     for name in ("", "from_one_"):
         errors = [abs(point[f"{name}error_percent"]) for point in covered]
         figures[f"{name}largest_error_percent"] = max(errors)
@@ -529,36 +773,74 @@ def main(argv: list[str] | None = None) -> dict:
     figures["points"] = points
 
     on_gpu = Path(args.results, "scaling_gpu.json").exists()
-    _, stragglers, their_machine = read_scaling(args.results, "scaling_gpu" if on_gpu else "scaling")
+    _, stragglers, their_machine = read_scaling(
+        args.results, "scaling_gpu" if on_gpu else "scaling"
+    )
     seconds, origin = args.step_seconds, "given"
     if seconds is None:
-        seconds, origin = (float(stragglers.mean()), "measured") if on_gpu else (0.02, "assumed")
+        seconds, origin = (
+            (float(stragglers.mean()), "measured") if on_gpu else (0.02, "assumed")
+        )
     figures["step"] = f"{1e3 * seconds:.3g} ms, {origin}"
     figures["stragglers"] = their_machine.get("gpu" if on_gpu else "cpu")
     parameters = args.parameters or rows[0]["parameters"]
-    own = f"{parameters / 1e6:.2g} M" if parameters < 1e9 else f"{parameters / 1e9:.2g} B"
+    own = (
+        f"{parameters / 1e6:.2g} M" if parameters < 1e9 else f"{parameters / 1e9:.2g} B"
+    )
     own = f"{'yours' if args.parameters else 'U-Net'}, {own}"
-    figures["models"] = {own: (parameters, args.bytes_per_parameter * parameters, seconds)}
+    figures["models"] = {
+        own: (parameters, args.bytes_per_parameter * parameters, seconds)
+    }
     for name, (count, tokens) in SIZES.items():
-        sent, operations = STATE[args.precision]["gradients"] * count, 6 * count * tokens
+        sent, operations = (
+            STATE[args.precision]["gradients"] * count,
+            6 * count * tokens,
+        )
         figures["models"][name] = (count, sent, operations / args.flops)
     figures["memory"] = memory_table(figures["models"], args)
     figures["with_ddp"] = fit_with_ddp(figures["models"], figures["memory"])
-    figures["curves"] = curves(figures["with_ddp"], stragglers / stragglers.mean(), args)
+    figures["curves"] = curves(
+        figures["with_ddp"], stragglers / stragglers.mean(), args
+    )
 
     folder = Path(args.results if args.save_results else args.output_dir)
-    links = [{"kind": "link", "source": "vendor's figure, not measured"} | x._asdict() for x in LINKS]
+    links = [
+        {"kind": "link", "source": "vendor's figure, not measured"} | x._asdict()
+        for x in LINKS
+    ]
     command = f"uv run python predict_scaling.py {shlex.join(sys.argv[1:] if argv is None else argv)}"
     results = {"command": command, "date": str(date.today()), "machine": machine}
-    results["versions"] = {"python": platform.python_version(), "numpy": version("numpy")}
-    assumed = {"kind": "assumptions", "step": figures["step"], "stragglers": figures["stragglers"]}
-    assumed |= {k: v for k, v in vars(args).items() if k not in ("results", "output_dir", "save_results")}
-    results["rows"] = [fitted, assumed, *points, *links, *figures["curves"], *figures["memory"]]
+    results["versions"] = {
+        "python": platform.python_version(),
+        "numpy": version("numpy"),
+    }
+    assumed = {
+        "kind": "assumptions",
+        "step": figures["step"],
+        "stragglers": figures["stragglers"],
+    }
+    assumed |= {
+        k: v
+        for k, v in vars(args).items()
+        if k not in ("results", "output_dir", "save_results")
+    }
+    results["rows"] = [
+        fitted,
+        assumed,
+        *points,
+        *links,
+        *figures["curves"],
+        *figures["memory"],
+    ]
     picture = draw(figures["curves"], figures["with_ddp"], args.gpus_per_node)
     flag = "--results" if args.save_results else "--output-dir"
-    write_aside(flag, folder / "predict_scaling.png", lambda path: picture.savefig(path, dpi=90))
+    write_aside(
+        flag, folder / "predict_scaling.png", lambda path: picture.savefig(path, dpi=90)
+    )
     text = json.dumps(results) + "\n"
-    write_aside(flag, folder / "predict_scaling.json", lambda path: path.write_text(text))
+    write_aside(
+        flag, folder / "predict_scaling.json", lambda path: path.write_text(text)
+    )
     report(figures, args)
     print(f"picture: {folder / 'predict_scaling.png'}")
     return figures

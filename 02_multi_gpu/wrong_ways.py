@@ -20,13 +20,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import train_ddp_by_hand as chapter
-from scaling import machine
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    default_collate,
+    get_worker_info,
+)
 
-PRELOADED = ["torch.nn.parallel", "xarray", "scipy.interpolate", "matplotlib.figure"]  # once for all workers
+import train_ddp_by_hand as chapter
+from scaling import machine
+
+PRELOADED = [
+    "torch.nn.parallel",
+    "xarray",
+    "scipy.interpolate",
+    "matplotlib.figure",
+]  # once for all workers
 RANKS = 2
 SHORT = timedelta(seconds=2)  # how long a rank waits for one that never comes
 LONG = timedelta(minutes=5)  # and for one that does, however busy the machine
@@ -35,7 +47,9 @@ LONG = timedelta(minutes=5)  # and for one that does, however busy the machine
 @cache
 def patches(size: int = 64) -> tuple[chapter.Patches, chapter.Patches]:
     """Training and validation patches, as train_ddp_by_hand.py has them unless told otherwise."""
-    return chapter.make_patches(chapter.parse_arguments(f"--accelerator cpu --patch-size {size}".split()))[:2]
+    return chapter.make_patches(
+        chapter.parse_arguments(f"--accelerator cpu --patch-size {size}".split())
+    )[:2]
 
 
 def network(norm=None) -> nn.Module:
@@ -43,7 +57,9 @@ def network(norm=None) -> nn.Module:
     torch.manual_seed(0)
     model = chapter.UNet(2)
     if norm:
-        for block in (module for module in model.modules() if isinstance(module, nn.Sequential)):
+        for block in (
+            module for module in model.modules() if isinstance(module, nn.Sequential)
+        ):
             for number, layer in enumerate(block):
                 if isinstance(layer, nn.GroupNorm):
                     block[number] = norm(layer.num_channels)
@@ -84,7 +100,9 @@ def mean_of(micro_batches: list[dict]) -> torch.Tensor:
     """The gradient of the mean of the micro-batches' own means; DDP averages it over the ranks."""
     model = DistributedDataParallel(network())
     for number, batch in enumerate(micro_batches, 1):
-        model.require_backward_grad_sync = number == len(micro_batches)  # what no_sync sets
+        model.require_backward_grad_sync = number == len(
+            micro_batches
+        )  # what no_sync sets
         (own_mean(model, batch) / len(micro_batches)).backward()
     return gradient(model.module)
 
@@ -93,7 +111,9 @@ def ratio_of_sums(micro_batches: list[dict], norm=None) -> torch.Tensor:
     """The gradient that the chapter's own step computes: sums, over the count of the whole batch."""
     model = DistributedDataParallel(network(norm))
     optimizer = torch.optim.SGD(model.parameters())  # its step comes after the gradient
-    chapter.train_step(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), micro_batches)
+    chapter.train_step(
+        model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), micro_batches
+    )
     return gradient(model.module)
 
 
@@ -111,9 +131,16 @@ def gathered(value) -> list:
 def mean_of_means(rank: int) -> dict:
     """Each rank divides by its own unseen cells, and DDP averages the two: a mean of means."""
     figures = {"what": "error of the gradient"}
-    cases = {"": (64, 4), " in patches of 16 x 16": (16, 4), ", slices of 3 and 5": (64, 3)}
+    cases = {
+        "": (64, 4),
+        " in patches of 16 x 16": (16, 4),
+        ", slices of 3 and 5": (64, 3),
+    }
     for note, (size, cut) in cases.items():
-        mine, truth = [part(whole_batch(size), *((0, cut), (cut, 8))[rank])], the_truth(size)
+        mine, truth = (
+            [part(whole_batch(size), *((0, cut), (cut, 8))[rank])],
+            the_truth(size),
+        )
         figures[f"wrong{note}"] = error(mean_of(mine), truth)
         figures[f"right{note}"] = error(ratio_of_sums(mine), truth)
     return figures
@@ -121,9 +148,16 @@ def mean_of_means(rank: int) -> dict:
 
 def accumulated_mean_of_means(rank: int) -> dict:
     """The same with four micro-batches, of one sample each, on each rank."""
-    mine, truth = [part(whole_batch(), k, k + 1) for k in range(4 * rank, 4 * rank + 4)], the_truth()
+    mine, truth = (
+        [part(whole_batch(), k, k + 1) for k in range(4 * rank, 4 * rank + 4)],
+        the_truth(),
+    )
     wrong, right = mean_of(mine), ratio_of_sums(mine)
-    return {"what": "error of the gradient", "wrong": error(wrong, truth), "right": error(right, truth)}
+    return {
+        "what": "error of the gradient",
+        "wrong": error(wrong, truth),
+        "right": error(right, truth),
+    }
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -144,7 +178,9 @@ class SyncBatchNorm(nn.BatchNorm2d):
     """BatchNorm with means over all ranks. PyTorch's own nn.SyncBatchNorm does this, but on GPUs only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        sums = torch.stack([part.sum(dim=(0, 2, 3)) for part in (torch.ones_like(x), x, x**2)])
+        sums = torch.stack(
+            [part.sum(dim=(0, 2, 3)) for part in (torch.ones_like(x), x, x**2)]
+        )
         count, total, squares = SumOverRanks.apply(sums)
         mean = total / count
         scale = self.weight / torch.sqrt(squares / count - mean**2 + self.eps)
@@ -153,7 +189,10 @@ class SyncBatchNorm(nn.BatchNorm2d):
 
 def batch_norm(rank: int) -> dict:
     """BatchNorm normalises by the samples of one rank; on one device it would see all of them."""
-    mine, truth = [part(whole_batch(), 4 * rank, 4 * rank + 4)], the_truth(norm=nn.BatchNorm2d)
+    mine, truth = (
+        [part(whole_batch(), 4 * rank, 4 * rank + 4)],
+        the_truth(norm=nn.BatchNorm2d),
+    )
     figures = {"wrong": error(ratio_of_sums(mine, nn.BatchNorm2d), truth)}
     figures["right"] = error(ratio_of_sums(mine, SyncBatchNorm), truth)
     figures["GroupNorm"] = error(ratio_of_sums(mine), the_truth())
@@ -162,7 +201,9 @@ def batch_norm(rank: int) -> dict:
 
 def batch_norm_buffers(rank: int) -> dict:
     """The running mean that is saved is rank 0's: DDP copies it over the other ranks' before each step."""
-    x = torch.randn(3, RANKS, 64, 1, 4, 4, generator=torch.Generator().manual_seed(0))  # step, rank, samples
+    x = torch.randn(
+        3, RANKS, 64, 1, 4, 4, generator=torch.Generator().manual_seed(0)
+    )  # step, rank, samples
     x[:, 1] += 10
     saved = []
     for averaged in (False, True):
@@ -198,15 +239,33 @@ def metric(rank: int) -> dict:
     """Rank 0 logs its own RMSE; with `sync_dist=True`, the mean of the ranks' RMSEs, which is no RMSE."""
     own = squares_of(range(4) if rank == 0 else range(4, 7))
     each = gathered(rmse(own))
-    figures = {"wrong": each[0], "mean of the ranks'": sum(each) / RANKS, "right": rmse(*gathered(own))}
-    return {"what": "RMSE of 7 samples, m/s", **figures, "truth": rmse(squares_of(range(7)))}
+    figures = {
+        "wrong": each[0],
+        "mean of the ranks'": sum(each) / RANKS,
+        "right": rmse(*gathered(own)),
+    }
+    return {
+        "what": "RMSE of 7 samples, m/s",
+        **figures,
+        "truth": rmse(squares_of(range(7))),
+    }
 
 
 def padded_validation(rank: int) -> dict:
     """DistributedSampler repeats a sample to give both ranks four of seven; it is then judged twice."""
-    padded, own = DistributedSampler(range(7), RANKS, rank, shuffle=False), range(rank, 7, RANKS)
-    figures = {"wrong": rmse(*gathered(squares_of(padded))), "right": rmse(*gathered(squares_of(own)))}
-    return {"what": "RMSE of 7 samples, m/s", **figures, "truth": rmse(squares_of(range(7)))}
+    padded, own = (
+        DistributedSampler(range(7), RANKS, rank, shuffle=False),
+        range(rank, 7, RANKS),
+    )
+    figures = {
+        "wrong": rmse(*gathered(squares_of(padded))),
+        "right": rmse(*gathered(squares_of(own))),
+    }
+    return {
+        "what": "RMSE of 7 samples, m/s",
+        **figures,
+        "truth": rmse(squares_of(range(7))),
+    }
 
 
 def batch_per_device(rank: int) -> dict:
@@ -225,7 +284,10 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         worker = get_worker_info()
-        reader, readers = self.rank * worker.num_workers + worker.id, RANKS * worker.num_workers
+        reader, readers = (
+            self.rank * worker.num_workers + worker.id,
+            RANKS * worker.num_workers,
+        )
         yield from range(reader, 16, readers) if self.shared else range(16)
 
 
@@ -235,7 +297,9 @@ def iterable_copied(rank: int) -> dict:
     seen, method = {}, "spawn" if sys.platform == "win32" else "forkserver"
     multiprocessing.set_forkserver_preload(PRELOADED)
     for name, shared in (("wrong", False), ("right", True)):
-        loader = DataLoader(Stream(rank, shared), num_workers=2, multiprocessing_context=method)
+        loader = DataLoader(
+            Stream(rank, shared), num_workers=2, multiprocessing_context=method
+        )
         seen[name] = sum(gathered(sum(1 for _ in loader)))
     return {"what": "samples in an epoch of 16", **seen, "truth": 16}
 
@@ -243,7 +307,9 @@ def iterable_copied(rank: int) -> dict:
 def outcome(function, timeout: timedelta = LONG) -> str:
     """Run something that may wait for a rank that never comes, and say how that ended on either rank."""
     group = distributed.new_group(timeout=LONG)
-    distributed.barrier(group)  # on a busy machine, to make a group may take longer than SHORT
+    distributed.barrier(
+        group
+    )  # on a busy machine, to make a group may take longer than SHORT
     distributed.set_timeout(timeout, group)
     try:
         function(group)
@@ -264,7 +330,9 @@ def reduce_each(group, losses) -> None:
 
 def collective_on_rank_0(rank: int) -> dict:
     """Logging the mean loss `if rank == 0`: the mean needs both ranks, and one of them never comes."""
-    wrong = outcome(lambda group: reduce_each(group, ["loss"] if rank == 0 else []), SHORT)
+    wrong = outcome(
+        lambda group: reduce_each(group, ["loss"] if rank == 0 else []), SHORT
+    )
     right = outcome(lambda group: reduce_each(group, ["loss"]))
     return {"what": "a log line", "wrong": wrong, "right": right}
 
@@ -273,7 +341,9 @@ def unequal_batches(rank: int) -> dict:
     """Five batches for two ranks, with nothing to make them equal: rank 0 waits in its third step."""
     args = argparse.Namespace(batch_size=8, accumulate=1, max_steps=5)
     wrong = outcome(lambda group: reduce_each(group, range(rank, 5, RANKS)), SHORT)
-    right = outcome(lambda group: reduce_each(group, chapter.StepSampler(args, 0, rank, RANKS)))
+    right = outcome(
+        lambda group: reduce_each(group, chapter.StepSampler(args, 0, rank, RANKS))
+    )
     return {"what": "an epoch of 5 batches", "wrong": wrong, "right": right}
 
 
@@ -283,11 +353,16 @@ def unused_parameters(rank: int) -> dict:
     def steps(group, search: bool) -> None:
         model = nn.Linear(2, 1)
         model.unused = nn.Linear(2, 1)
-        model = DistributedDataParallel(model, process_group=group, find_unused_parameters=search)
+        model = DistributedDataParallel(
+            model, process_group=group, find_unused_parameters=search
+        )
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
 
-    wrong, right = (outcome(lambda group, search=search: steps(group, search)) for search in (False, True))
+    wrong, right = (
+        outcome(lambda group, search=search: steps(group, search))
+        for search in (False, True)
+    )
     return {"what": "two steps", "wrong": wrong, "right": right}
 
 
@@ -308,13 +383,25 @@ WAYS = {  # and how to cure each
 
 def work(rank: int, folder: str) -> None:
     """What each of the two processes does: every way in turn. Rank 0 writes what was found."""
-    ranks = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": rank}
-    os.environ |= {name: str(value) for name, value in ranks.items()}  # as torchrun would
+    ranks = {
+        "WORLD_SIZE": RANKS,
+        "LOCAL_WORLD_SIZE": RANKS,
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+    }
+    os.environ |= {
+        name: str(value) for name, value in ranks.items()
+    }  # as torchrun would
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False  # oneDNN's long float32 sums are 5e-6 off by themselves
+    torch.backends.mkldnn.enabled = (
+        False  # oneDNN's long float32 sums are 5e-6 off by themselves
+    )
     meeting = f"file://{folder}/ranks"  # on one machine, a file does for MASTER_ADDR and MASTER_PORT
     distributed.init_process_group("gloo", meeting, LONG, RANKS, rank)
-    rows = [{"way": way.__name__, "why": way.__doc__, "cure": cure} | way(rank) for way, cure in WAYS.items()]
+    rows = [
+        {"way": way.__name__, "why": way.__doc__, "cure": cure} | way(rank)
+        for way, cure in WAYS.items()
+    ]
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     os._exit(0)  # the groups that hung have threads that would not end
@@ -323,17 +410,30 @@ def work(rank: int, folder: str) -> None:
 def main(argv: list[str] | None = None) -> list[dict]:
     """Do everything wrong and right; print and return what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--save-results", action="store_true", help="write results/wrong_ways.json")
+    parser.add_argument(
+        "--save-results", action="store_true", help="write results/wrong_ways.json"
+    )
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (folder,), RANKS)  # if one fails, ends the other and says why
+        torch.multiprocessing.spawn(
+            work, (folder,), RANKS
+        )  # if one fails, ends the other and says why
         rows = json.loads(Path(folder, "rows.json").read_text())
     for row in rows:
-        figures = {name: value for name, value in row.items() if name not in ("way", "why", "cure", "what")}
+        figures = {
+            name: value
+            for name, value in row.items()
+            if name not in ("way", "why", "cure", "what")
+        }
         found = ", ".join(f"{name}: {value}" for name, value in figures.items())
-        print(f"\n{row['way']}: {row['why']}\n  {row['what']}: {found}\n  Cure: {row['cure']}")
+        print(
+            f"\n{row['way']}: {row['why']}\n  {row['what']}: {found}\n  Cure: {row['cure']}"
+        )
     if args.save_results:
-        versions = {"python": platform.python_version(), "torch": version("torch").split("+")[0]}
+        versions = {
+            "python": platform.python_version(),
+            "torch": version("torch").split("+")[0],
+        }
         results = {"command": "uv run python wrong_ways.py", "date": str(date.today())}
         results |= {"machine": machine(), "versions": versions, "rows": rows}
         saved = Path(__file__).with_name("results") / "wrong_ways.json"

@@ -1,9 +1,10 @@
 """Patches of the winds: cut from maps, made into anomalies, covered by swaths."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import xarray as xr
 from torch.utils.data import Dataset
 
 from climatology import ABSURD, NO_VALUE, Climatology
@@ -60,6 +61,15 @@ class Grid:
 
 class Reader(Protocol):
     """What reads the values: of a store, or of a file in memory."""
+
+    variables: list[str]
+    times_per_chunk: int  # that are read together
+
+    def open(self) -> xr.Dataset:
+        """The variables on their coordinates; no value need be read."""
+
+    def read(self, name: str, box: dict) -> np.ndarray:
+        """A variable in a box, float32, (latitude, longitude), or (time, ...)."""
 
     def read_at_once(self, boxes: list[dict]) -> np.ndarray:
         """All variables in each box of cells, (boxes, variables, H, W)."""
@@ -221,7 +231,7 @@ class PatchDataset(Dataset):
 class Data:
     """What all patches of a run are made of. The store is open, and no patch is read yet."""
 
-    reader: Any  # a FieldReader, or what reads a file in memory
+    reader: Reader
     grid: Grid
     training: Period
     validation: Period

@@ -157,6 +157,13 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
     return periods
 
 
+def split_by_chunk(positions: np.ndarray, times_per_chunk: int) -> list[np.ndarray]:
+    """Positions along time, chunk by chunk, as numbers from 0 to len(positions) - 1."""
+    chunks = positions // times_per_chunk
+    starts = np.flatnonzero(np.diff(chunks)) + 1
+    return np.split(np.arange(len(positions)), starts)
+
+
 def day_of(date: object) -> str:
     """A date without its time of day. A year may have five digits, or a sign."""
     return str(date).replace("T", " ").split(" ")[0]

@@ -22,10 +22,10 @@ import icechunk
 import xarray as xr
 
 from arguments import add_options, option
-from command_line import KNOWN_WARNINGS
 from conversion.files import SourceFile, identify, list_files
 from conversion.options import FileOptions, check_places
 from conversion.sources import open_source
+from ending import KNOWN_WARNINGS
 from errors import DataError, refuse
 from icechunk_store import explain
 from location import Location

@@ -7,18 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import add_options, names_that_decide, option
-from checks import (
-    check_batch_size,
-    check_folder,
-    check_icechunk,
-    check_local,
-    check_secrets,
-    check_server,
-    check_start_method,
-    check_store,
-)
-from devices import set_devices
+from checks import check_folder, check_local
+from devices import check_batch_size, set_devices
 from errors import program
+from store_checks import check_icechunk, check_secrets, check_server, check_store
+from workers import check_start_method
 
 # What you change for data of your own, here or by flags.
 VARIABLES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]

@@ -23,16 +23,17 @@ from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
 
 from arguments import add_options, option
-from checks import check_secrets, check_server, check_store
-from command_line import call_at, make_location, run
+from command_line import call_at, make_location
+from ending import run
 from errors import DataError, first_line, print_note, program, refuse
 from location import Location, client_options
 from options import PATCH_SIZE, VARIABLES, StoreOptions
 from probing.replay import Replay, draw_boxes, replay
 from probing.upkeep import Upkeep, count_objects, find_upkeep
 from probing.wire import Wire, measure_wire
-from remedies import find_remedy
 from store import FieldReader
+from store_checks import check_secrets, check_server, check_store
+from store_remedies import find_store_remedy
 
 BATCHES = 3  # that are read out of the store as it is
 NEARLY = 0.9  # of the most samples/s
@@ -124,7 +125,7 @@ def probe(options: Options, location: Location) -> dict:
         wire = measure_wire(client, reader)
         upkeep = find_upkeep(client, reader)
     except (BaseError, BotoCoreError) as error:
-        raise DataError(f"{first_line(error)}; {find_remedy(error)}") from error
+        raise DataError(f"{first_line(error)}; {find_store_remedy(error)}") from error
     print_wire(wire)
     now = read_as_it_is(reader, options)
     print_now(now, reader, options)

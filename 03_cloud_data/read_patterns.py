@@ -16,7 +16,7 @@ studies/.
 import gc
 import warnings
 
-from command_line import KNOWN_WARNINGS
+from ending import KNOWN_WARNINGS
 from results import RESULTS, parse_studies, save_rows
 from studies.costs import patterns, server_alone
 from studies.references import references

@@ -25,10 +25,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import evaluation
 from checkpoints import StepCheckpoint, read_start
 from clock import StepClock, peak_memory_gb
-from command_line import call_with_store, run
+from command_line import call_with_store
+from ending import run
 from location import Location
 from options import Options
-from store import RequestCounter
+from store import OneSnapshot, RequestCounter
 from task import make_data, make_datamodule, make_model
 
 
@@ -76,7 +77,7 @@ def train(options: Options, location: Location) -> dict:
     clock = StepClock()
     counter = RequestCounter()
     log = f"resumed_at_{first_step}" if options.resume else ""
-    trainer = make_trainer(options, [clock, counter], log)
+    trainer = make_trainer(options, [clock, counter, OneSnapshot()], log)
 
     trainer.fit(model, datamodule=datamodule, ckpt_path=options.resume)
     folder = Path(options.output_dir)

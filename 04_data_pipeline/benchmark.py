@@ -16,7 +16,7 @@ was read more than once.
 
 import warnings
 
-from command_line import KNOWN_WARNINGS
+from ending import KNOWN_WARNINGS
 from results import RESULTS, parse_studies, save_rows
 from studies.final_loader import memory, wait
 from studies.growth import growth

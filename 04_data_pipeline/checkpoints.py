@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from arguments import require_same, take_over
-from errors import CheckpointError, DataError
+from errors import CheckpointError
 from options import RESUME_KEYS, STORE_DEFAULTS, Options
 
 # Under this name Lightning keeps what the data module has saved: all options of the run.
@@ -34,10 +34,6 @@ class StepCheckpoint(ModelCheckpoint):
         if step != step_of_rank_0:
             reason = f"this rank begins at step {step}, and rank 0 at {step_of_rank_0}"
             raise CheckpointError(f"{reason}; give all nodes the same checkpoint")
-        snapshot = trainer.datamodule.hparams.snapshot
-        if trainer.strategy.broadcast(snapshot) != snapshot:
-            reason = "--icechunk: there was a commit while the ranks opened the store"
-            raise DataError(f"{reason}; start again, or give --snapshot")
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs, batch, batch_idx: int
@@ -53,14 +49,19 @@ def read_start(options: Options) -> tuple[int, Options]:
     What is not given, and depends on the store, is as in the checkpoint.
     CheckpointError if it cannot be read, or if it is of a run with other options.
     """
-    path = options.resume
-    if path is None:
+    if options.resume is None:
         return 0, options
+    saved = load_checkpoint(options.resume, PARTS)
+    return saved["global_step"], compare(options, saved[OPTIONS])
+
+
+def load_checkpoint(path: str, parts: set[str]) -> dict:
+    """What a checkpoint holds; CheckpointError unless it has these parts."""
     if not Path(path).is_file():
         raise CheckpointError("no such file; to start anew, give no --resume")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        missing = PARTS - saved.keys()
+        missing = parts - saved.keys()
     except Exception as error:  # torch raises many kinds, depending on the bytes
         kind = type(error).__name__
         reason = f"cannot be read ({kind}); give a whole checkpoint"
@@ -68,6 +69,11 @@ def read_start(options: Options) -> tuple[int, Options]:
     if missing:
         listed = ", ".join(sorted(missing))
         raise CheckpointError(f"has no {listed}; give one that this chapter wrote")
-    now = take_over(STORE_DEFAULTS, saved[OPTIONS], asdict(options))
-    require_same(RESUME_KEYS, saved[OPTIONS], now)
-    return saved["global_step"], Options(**now)
+    return saved
+
+
+def compare(options: Options, before: dict) -> Options:
+    """The options of a run that goes on from one that had other options `before`."""
+    now = take_over(STORE_DEFAULTS, before, asdict(options))
+    require_same(RESUME_KEYS, before, now)
+    return Options(**now)

@@ -29,6 +29,15 @@ def set_devices(args: argparse.Namespace) -> None:
     args.num_nodes = args.num_nodes or nodes or 1
 
 
+def check_batch_size(args: argparse.Namespace) -> None:
+    """Refuse a batch that cannot be shared among ranks and micro-batches."""
+    smallest = args.devices * args.num_nodes * args.accumulate_grad_batches
+    if args.batch_size < smallest:
+        ranks = f"{args.devices} devices x {args.num_nodes} nodes"
+        reason = f"{ranks} x {args.accumulate_grad_batches} micro-batches"
+        refuse(f"--batch-size {args.batch_size}: {reason} need at least {smallest}")
+
+
 def read_environment(*names: str) -> int:
     """The first of these variables that a launcher has set; 0 if there is none."""
     values = [os.environ[name] for name in names if os.environ.get(name)]

@@ -20,10 +20,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from block_order import BlockOrder
-from command_line import call_with_store, run
+from command_line import call_with_store
 from data import Data, PatchDataset
 from datamodule import warn_of_rereading
 from diagnosis import STEPS, Diagnosis, diagnose, report
+from ending import run
 from errors import refuse
 from location import Location
 from model import masked_sums

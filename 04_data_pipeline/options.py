@@ -8,18 +8,12 @@ from pathlib import Path
 
 from arguments import add_options, names_that_decide, option
 from block_order import ORDER_VERSION
-from checks import (
-    check_folder,
-    check_icechunk,
-    check_local,
-    check_secrets,
-    check_server,
-    check_start_method,
-    check_store,
-)
+from checks import check_folder, check_local
 from devices import set_devices
 from errors import program
 from slots import set_slots
+from store_checks import check_icechunk, check_secrets, check_server, check_store
+from workers import check_start_method
 
 # What you change for data of your own, here or by flags.
 VARIABLES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]

@@ -19,7 +19,8 @@ import psutil
 import torch
 from lightning.pytorch import Callback
 
-from command_line import call_with_store, run
+from command_line import call_with_store
+from ending import run
 from fixes import best_fixes
 from location import Location
 from options import Options

@@ -385,6 +385,6 @@ if __name__ == "__main__":
             "this profiles chapter 5's train.py; for a training of your own, import"
             " profile_training or profile_loop into a script"
         )
-    from command_line import run
+    from ending import run
 
     run(main)

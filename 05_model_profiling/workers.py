@@ -5,6 +5,8 @@ import multiprocessing
 import os
 from threading import Thread
 
+from errors import refuse
+
 # Imported once, by the server that all workers are forked from. No module of this folder may
 # be among them: in a process that has seen another folder's it would be that.
 PRELOADED = [
@@ -28,6 +30,13 @@ def worker_options(num_workers: int, start_method: str) -> dict:
         "multiprocessing_context": start_method,
         "worker_init_fn": start_worker,
     }
+
+
+def check_start_method(method: str) -> None:
+    """Refuse fork, which copies the locks that threads of other libraries hold."""
+    if method not in ("forkserver", "spawn"):
+        reason = "fork copies no threads, such as those of gloo, so workers would hang"
+        refuse(f"--start-method {method}: {reason}; give forkserver or spawn")
 
 
 def start_worker(worker: int) -> None:

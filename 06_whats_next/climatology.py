@@ -15,6 +15,9 @@ NO_VALUE = (
     "infinity, or netCDF's mark of no value; declare it as _FillValue, or replace it"
 )
 
+# Under --missing mask. The mean of one value would leave an anomaly of exactly 0.
+LEAST_VALUES = 3
+
 
 @dataclass(frozen=True)
 class Climatology:
@@ -102,6 +105,22 @@ class MonthlySums:
         return np.float32(mean), np.float32(std), is_constant
 
 
+def average_values(
+    values: np.ndarray,
+    months: np.ndarray,
+    variables: list[str],
+    *,
+    missing: str,
+    constant: str,
+) -> Climatology:
+    """The climatology of values in memory, (times, variables, H, W)."""
+    least = LEAST_VALUES if missing == "mask" else 1
+    sums = MonthlySums(*values.shape[1:])
+    sums.add(values.swapaxes(0, 1), months)
+    mean, std, is_constant = sums.average(least, constant)
+    return Climatology(mean, std, variables, missing, is_constant)
+
+
 def describe_shares(shares: dict[str, float]) -> str:
     """The months in which some cells have no mean; "" if there are none."""
     low = []
@@ -121,13 +140,28 @@ def require_values(valid: np.ndarray) -> None:
         raise DataError(f"--variables, --train-times: {reason}; give others")
 
 
-def require_times(training: Period, span: list[str], least: int) -> None:
-    """DataError if no month has `least` training times."""
+def require_times(training: Period, span: list[str], missing: str) -> None:
+    """DataError if no month has so many training times as a climatology needs."""
+    least = LEAST_VALUES if missing == "mask" else 2
     most = np.bincount(training.months).max()
     if most < least:
         reason = f"no month has {least} times there, as a climatology needs"
         remedy = "give a period of more years, or a store of more times"
         raise DataError(f"--train-times {' '.join(span)}: {reason}; {remedy}")
+
+
+def check_climatology(
+    climatology: Climatology, constant: str, fields: xr.Dataset
+) -> None:
+    """DataError if cells never change and `constant` is "refuse", or if a variable never does."""
+    check_constant(climatology, constant, fields)
+    changing = np.where(climatology.constant, 0, np.abs(climatology.mean))
+    size = np.nanmax(changing, axis=(0, 2, 3))
+    least = 1e-6 * size  # what rounding leaves of a constant
+    for variable, std, smallest in zip(climatology.variables, climatology.std, least):
+        if not std > smallest:
+            reason = "in the training times it never differs from its month's mean"
+            raise DataError(f"--variables {variable}: {reason}; leave it out")
 
 
 def check_constant(climatology: Climatology, constant: str, fields: xr.Dataset) -> None:
@@ -157,3 +191,15 @@ def check_constant(climatology: Climatology, constant: str, fields: xr.Dataset) 
     )
     name = climatology.variables[number]
     raise DataError(f"--variables {name}: {reason}; {remedy}")
+
+
+def check_finite(values: np.ndarray, dates: np.ndarray, variables: list[str]) -> None:
+    """DataError if a value is infinite, (variables, times, H, W).
+
+    NaN is allowed: the cell may be masked.
+    """
+    absurd = np.abs(values) >= ABSURD
+    if absurd.any():
+        number, time = np.argwhere(absurd)[0][:2]
+        date = str(dates[time])[:16]
+        raise DataError(f"{variables[number]} on {date}: {NO_VALUE}")

@@ -13,12 +13,12 @@ from time import perf_counter
 import numpy as np
 from tqdm import tqdm
 
+import interpolator
 import optimal_interpolation
-import store_interpolation
 from data import Data, PatchDataset
 from errors import DataError, first_line, print_note
+from interpolator import make_interpolator
 from kept_rmse import keep, read
-from store_interpolation import make_interpolator
 
 OI = "optimal interpolation"
 
@@ -55,10 +55,10 @@ def fill(
     """The anomalies of each sample as OI fills them, over their spread."""
     with tqdm(total=len(samples), desc=OI, unit="patch", disable=None) as bar:
         parts = (data.reader, data.training, data.climatology)
-        interpolator = make_interpolator(*parts, size)
+        by_oi = make_interpolator(*parts, size)
         for sample, corner in zip(samples, corners):
             seen = sample["input"][-1] > 0
-            yield interpolator.fill(*corner, seen, sample["target"])
+            yield by_oi.fill(*corner, seen, sample["target"])
             bar.update()
 
 
@@ -90,12 +90,10 @@ def checksum(data: Data, samples: list[dict], corners: list[tuple[int, int]]) ->
     The values at the training times count by their climatology.
     """
     digest = sha256()
-    for module in (optimal_interpolation, store_interpolation):
+    for module in (optimal_interpolation, interpolator):
         digest.update(Path(module.__file__).read_bytes())
     climatology = data.climatology
-    reader = data.reader
-    named = (data.units, corners, data.grid.wraps)
-    named += (reader.times_per_chunk, reader.missing_chunks)
+    named = (data.units, corners, data.grid.wraps, data.reader.times_per_chunk)
     digest.update(repr(named).encode())
     parts = [data.training.positions, climatology.mean, climatology.std]
     for sample in samples:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from arguments import names_that_decide, option
 from block_order import ORDER_VERSION
-from checks import check_icechunk, check_local, check_server, check_store
+from checks import check_local
 from run_options import (
     OUTPUTS,
     DeviceOptions,
@@ -16,6 +16,7 @@ from run_options import (
     parse_flags,
 )
 from slots import set_slots
+from store_checks import check_icechunk, check_server, check_store
 
 # What you change for data of your own, here or by flags.
 VARIABLES = ["10m_u_component_of_wind", "10m_v_component_of_wind"]

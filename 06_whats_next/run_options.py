@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from arguments import add_options, option
-from checks import check_folder, check_secrets, check_start_method
+from checks import check_folder
 from config_file import read_flags
 from devices import set_devices
 from errors import program, refuse
 from precision import set_precision
+from store_checks import check_secrets
+from workers import check_start_method
 
 OUTPUTS = Path(__file__).parent / "outputs"
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from checks import check_batch_size
+from devices import check_batch_size
 from errors import refuse
 
 

@@ -27,10 +27,16 @@ from chunking import count_times_per_chunk, explain_blocks
 from coordinates import may_be_fill
 from decoding import Limits, decode, explain_limits, find_limits
 from errors import DataError, first_line
-from fields import explain_bounds, list_variables, select_present, select_variables
+from fields import (
+    explain_bounds,
+    list_variables,
+    select_present,
+    select_variables,
+    split_by_chunk,
+)
 from levels import select_level
 from location import Location, client_options
-from remedies import explain_absence, explain_missing, find_remedy
+from store_remedies import explain_absence, explain_missing, find_store_remedy
 
 READS_AT_ONCE = 64  # of one process; each may ask for several chunks
 # Objects of metadata, each of which may be absent.
@@ -99,7 +105,7 @@ class CountingStore(WrapperStore):
             reason = f"{key}: {first_line(error)}"
             # A part of a file to which an Icechunk refers; or nobody is logged in.
             if "virtual" in reason or "token request" in reason:
-                reason += f"; {find_remedy(error)}"
+                reason += f"; {find_store_remedy(error)}"
             raise DataError(reason) from error
         traffic = CURRENT_TRAFFIC.get(None) or Traffic()  # not of a reader
         traffic.requests += 1  # all reads run in one thread, that of Zarr's event loop
@@ -188,7 +194,7 @@ def open_store(location: Location) -> tuple[CountingStore, xr.Dataset]:
     except DataError:
         raise
     except Exception as error:  # obstore's, boto3's, Zarr's and xarray's share no base
-        raise DataError(f"{first_line(error)}; {find_remedy(error)}") from error
+        raise DataError(f"{first_line(error)}; {find_store_remedy(error)}") from error
     if not stored.data_vars:
         groups = sorted(zarr.open_group(store, mode="r").group_keys())
         listed = f"; give one of its groups: {', '.join(groups)}" if groups else ""
@@ -307,7 +313,7 @@ class FieldReader:
                 when = f"{len(dates)} times from {when} on"
             reason = f"{name} of {when}: {first_line(error)}"
             if not isinstance(error, DataError):
-                reason += f"; {find_remedy(error)}"
+                reason += f"; {find_store_remedy(error)}"
             raise DataError(reason) from error
         finally:
             CURRENT_TRAFFIC.reset(before)
@@ -329,9 +335,17 @@ class FieldReader:
     def split_by_chunk(self, positions: np.ndarray) -> list[np.ndarray]:
         """Positions along time, chunk by chunk, as numbers from 0 to len(positions) - 1."""
         self.open()
-        chunks = positions // self.times_per_chunk
-        starts = np.flatnonzero(np.diff(chunks)) + 1
-        return np.split(np.arange(len(positions)), starts)
+        return split_by_chunk(positions, self.times_per_chunk)
+
+
+class OneSnapshot(Callback):
+    """Checks that all ranks have opened the same version of the store."""
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        snapshot = trainer.datamodule.hparams.snapshot
+        if trainer.strategy.broadcast(snapshot) != snapshot:
+            reason = "--icechunk: there was a commit while the ranks opened the store"
+            raise DataError(f"{reason}; start again, or give --snapshot")
 
 
 class RequestCounter(Callback):

@@ -16,11 +16,11 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from climatology import (
-    ABSURD,
-    NO_VALUE,
+    LEAST_VALUES,
     Climatology,
     MonthlySums,
-    check_constant,
+    check_climatology,
+    check_finite,
     require_times,
     require_values,
 )
@@ -32,8 +32,6 @@ from store import FieldReader
 
 TIMES_A_MONTH = 20  # of a sample
 SAMPLE_STREAM = 5  # of random numbers
-# Under --missing mask. The mean of one value would leave an anomaly of exactly 0.
-LEAST_VALUES = 3
 TIMES_AHEAD = 16  # read at once
 SAVES = 20  # of the sums, in a pass over the training times
 
@@ -63,7 +61,7 @@ def load_climatology(
     name = "_".join([*sorted(reader.variables), *level, *span])
     if len(name) >= 200 or "/" in name:  # a file's name may have 255 letters
         name = sha256(name.encode()).hexdigest()
-    require_times(training, span, 2 if missing == "refuse" else LEAST_VALUES)
+    require_times(training, span, missing)
     climatology = None
     if missing == "refuse":
         climatology = read_statistics(reader, name)
@@ -71,14 +69,7 @@ def load_climatology(
         kind = missing if constant != "mask" else f"{missing}_constant"
         path = folder / f"{name}_{kind}_{identify(reader, training)}.npz"
         climatology = compute_once(reader, training, missing, constant, path)
-    check_constant(climatology, constant, reader.open())
-    changing = np.where(climatology.constant, 0, np.abs(climatology.mean))
-    size = np.nanmax(changing, axis=(0, 2, 3))
-    least = 1e-6 * size  # what rounding leaves of a constant
-    for variable, std, smallest in zip(reader.variables, climatology.std, least):
-        if not std > smallest:
-            reason = "in the training times it never differs from its month's mean"
-            raise DataError(f"--variables {variable}: {reason}; leave it out")
+    check_climatology(climatology, constant, reader.open())
     return climatology
 
 
@@ -233,7 +224,7 @@ def read_times(reader: FieldReader, times: np.ndarray) -> np.ndarray:
     """All variables at these times, (variables, times, H, W), in double precision."""
     maps = [reader.read(name, {"time": times}) for name in reader.variables]
     values = np.stack(maps).astype("float64")
-    check_finite(values, times, reader)
+    check_finite(values, reader.open().time.values[times], reader.variables)
     return values
 
 
@@ -257,7 +248,7 @@ def average_present(
     def read(block: np.ndarray) -> np.ndarray:
         times = training.positions[block]
         values = reader.read_at_once([{"time": slice(times[0], times[-1] + 1)}])[0]
-        check_finite(values, times, reader)
+        check_finite(values, reader.open().time.values[times], reader.variables)
         return values
 
     rest = blocks[int(sums.blocks) :]
@@ -295,12 +286,3 @@ def read_ahead(
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-
-
-def check_finite(values: np.ndarray, times: np.ndarray, reader: FieldReader) -> None:
-    """DataError if a value is infinite. NaN is allowed: the cell may be masked."""
-    absurd = np.abs(values) >= ABSURD
-    if absurd.any():
-        number, position = np.argwhere(absurd)[0][:2]
-        date = str(reader.open().time.values[times[position]])[:16]
-        raise DataError(f"{reader.variables[number]} on {date}: {NO_VALUE}")

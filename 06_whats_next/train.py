@@ -28,7 +28,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import task
 from clock import StepClock, peak_memory_gb
-from command_line import call_with_store, run
+from command_line import call_with_store
+from ending import run
 from errors import print_note
 from location import Location
 from options import Options

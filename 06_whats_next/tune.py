@@ -33,7 +33,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 import task
 from arguments import flag_of, take_over
 from checks import check_folder
-from command_line import call_at, make_location, run
+from command_line import call_at, make_location
+from ending import run
 from errors import print_note, refuse
 from location import Location
 from options import RESUME_KEYS, STORE_DEFAULTS, Options, parse_options

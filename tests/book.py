@@ -48,38 +48,41 @@ CHAPTERS = [
 # The files that a chapter has first, or changes last: from then on every chapter with modules has the same bytes.
 # Edit them there, and `carry` copies them on.
 HANDED_ON = {
-    "01_setup": ["kept_rmse.py", "optimal_interpolation.py"],
-    "03_cloud_data": [
+    "01_setup": [
         "arguments.py",
-        "checkpoints.py",
         "checks.py",
-        "chunking.py",
         "climatology.py",
         "clock.py",
-        "command_line.py",
         "coordinates.py",
         "data.py",
         "decoding.py",
-        "demo_store.py",
-        "devices.py",
+        "ending.py",
         "errors.py",
         "evaluation.py",
         "fields.py",
-        "icechunk_store.py",
+        "interpolator.py",
+        "kept_rmse.py",
         "levels.py",
-        "location.py",
-        "model.py",
+        "local_file.py",
         "oi_baseline.py",
+        "optimal_interpolation.py",
         "remedies.py",
         "results.py",
         "sampling.py",
-        "steps.py",
-        "store.py",
-        "store_climatology.py",
         "store_defaults.py",
-        "store_interpolation.py",
-        "workers.py",
-        "ruff.toml",
+        "task.py",
+    ],
+    "02_multi_gpu": ["checkpoints.py", "devices.py", "model.py", "steps.py", "workers.py"],
+    "03_cloud_data": [
+        "chunking.py",
+        "command_line.py",
+        "demo_store.py",
+        "icechunk_store.py",
+        "location.py",
+        "store.py",
+        "store_checks.py",
+        "store_climatology.py",
+        "store_remedies.py",
         "studies/__init__.py",
         "studies/server.py",
         "studies/stores.py",
@@ -87,11 +90,13 @@ HANDED_ON = {
     "04_data_pipeline": ["block_loader.py", "block_order.py", "datamodule.py", "slots.py", "wind_blocks.py"],
     "05_model_profiling": ["model.py", "precision.py"],
 }
-SINGLE_FILES = ["01_setup", "02_multi_gpu"]  # their lessons are not in modules yet
 STUDIES = ["studies/__init__.py", "studies/server.py", "studies/stores.py"]
+OF_A_FILE = ["local_file.py", "task.py"]  # chapters 3 to 6 read a store
 NOT_HANDED_ON = {
-    "05_model_profiling": STUDIES,  # it has none
-    "06_whats_next": ["checkpoints.py", *STUDIES],  # it has survival/checkpoints.py
+    "03_cloud_data": OF_A_FILE,
+    "04_data_pipeline": OF_A_FILE,
+    "05_model_profiling": [*OF_A_FILE, *STUDIES],  # it has none
+    "06_whats_next": [*OF_A_FILE, "checkpoints.py", *STUDIES],  # it has survival/checkpoints.py
 }
 
 
@@ -99,9 +104,9 @@ def _carried_files() -> dict[str, list[str]]:
     """The files of each chapter that are copies of an earlier chapter's."""
     carried = {}
     for number, chapter in enumerate(CHAPTERS):
-        if chapter not in SINGLE_FILES:
-            earlier = [name for before in CHAPTERS[:number] for name in HANDED_ON.get(before, [])]
-            own = {*HANDED_ON.get(chapter, []), *NOT_HANDED_ON.get(chapter, [])}
+        earlier = [name for before in CHAPTERS[:number] for name in HANDED_ON.get(before, [])]
+        own = {*HANDED_ON.get(chapter, []), *NOT_HANDED_ON.get(chapter, [])}
+        if number:
             carried[chapter] = sorted(set(earlier) - own)
     return carried
 

@@ -13,10 +13,9 @@ import xarray as xr
 from scipy.interpolate import griddata
 
 with book.rooms("01_setup"):
-    import train
-
     import oi_baseline
     import optimal_interpolation as oi
+    import train
 
 ROWS, COLUMNS, SIZE, TIMES = 20, 40, 16, 160
 SMALL = ["--patch-size", "16"]

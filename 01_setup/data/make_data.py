@@ -27,13 +27,27 @@ def make_winds(source: Path, target: Path) -> None:
     """
     original = xr.load_dataset(source)
     winds = (
-        original[list(COMPONENTS)].rename(COMPONENTS).rename(TIME="time", FNOCY="latitude", FNOCX="longitude")
+        original[list(COMPONENTS)]
+        .rename(COMPONENTS)
+        .rename(TIME="time", FNOCY="latitude", FNOCX="longitude")
     )
     for name in winds.data_vars:
-        winds[name].attrs = {"standard_name": name, "units": "m s-1", "cell_methods": "time: mean"}
+        winds[name].attrs = {
+            "standard_name": name,
+            "units": "m s-1",
+            "cell_methods": "time: mean",
+        }
     winds.time.attrs = {"standard_name": "time", "axis": "T"}
-    winds.latitude.attrs = {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"}
-    winds.longitude.attrs = {"standard_name": "longitude", "units": "degrees_east", "axis": "X"}
+    winds.latitude.attrs = {
+        "standard_name": "latitude",
+        "units": "degrees_north",
+        "axis": "Y",
+    }
+    winds.longitude.attrs = {
+        "standard_name": "longitude",
+        "units": "degrees_east",
+        "axis": "X",
+    }
     winds = winds.drop_encoding()
     winds.attrs = {
         "Conventions": "CF-1.11",
@@ -42,8 +56,15 @@ def make_winds(source: Path, target: Path) -> None:
         "source": f"{source.name}, sha256 {hashlib.sha256(source.read_bytes()).hexdigest()}",
         "license": "public domain (work of the United States Government)",
     }
-    packing = {"zlib": True, "complevel": 9, "shuffle": True, "chunksizes": winds["eastward_wind"].shape}
-    encoding = {name: packing | {"_FillValue": np.float32("nan")} for name in winds.data_vars}
+    packing = {
+        "zlib": True,
+        "complevel": 9,
+        "shuffle": True,
+        "chunksizes": winds["eastward_wind"].shape,
+    }
+    encoding = {
+        name: packing | {"_FillValue": np.float32("nan")} for name in winds.data_vars
+    }
     encoding["time"] = {"units": "hours since 1980-01-14 14:00:00", "dtype": "float64"}
     winds.to_netcdf(target, engine="h5netcdf", encoding=encoding)
 
@@ -56,12 +77,23 @@ def make_winds(source: Path, target: Path) -> None:
 def make_coastline(source: Path, target: Path) -> None:
     """Decode the arcs of a TopoJSON file (quantised and delta-coded) to a table of points, to 0.01 degrees."""
     topology = json.loads(source.read_text())
-    scale, translate = (np.array(topology["transform"][key]) for key in ("scale", "translate"))
+    scale, translate = (
+        np.array(topology["transform"][key]) for key in ("scale", "translate")
+    )
     lines = [np.cumsum(arc, axis=0) * scale + translate for arc in topology["arcs"]]
     points = np.concatenate([np.vstack([line, [np.nan, np.nan]]) for line in lines])
-    jumps = np.flatnonzero(np.abs(np.diff(points[:, 0])) > 180)  # from one edge of the map to the other
+    jumps = np.flatnonzero(
+        np.abs(np.diff(points[:, 0])) > 180
+    )  # from one edge of the map to the other
     points = np.insert(points, jumps + 1, np.nan, axis=0)
-    np.savetxt(target, points, fmt="%.2f", delimiter=",", header="longitude,latitude", comments="")
+    np.savetxt(
+        target,
+        points,
+        fmt="%.2f",
+        delimiter=",",
+        header="longitude,latitude",
+        comments="",
+    )
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import add_options, flag_of, option, take_over
-from checks import check_folder, check_secrets, may_hold_secret
+from checks import check_folder
 from conversion.layout import Layout
 from errors import refuse
 from location import Location
+from store_checks import check_secrets, may_hold_secret
 from weather import DAYS
 
 CHAPTER = Path(__file__).parent.parent

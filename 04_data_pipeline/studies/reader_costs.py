@@ -9,7 +9,8 @@ from time import perf_counter
 
 import numpy as np
 
-from command_line import KNOWN_WARNINGS, make_location
+from command_line import make_location
+from ending import KNOWN_WARNINGS
 from options import Options, parse_options
 from studies.measuring import children, cpu_seconds
 from studies.readers import READERS

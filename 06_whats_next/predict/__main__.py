@@ -22,15 +22,10 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader
 
 from arguments import add_options
-from checks import (
-    check_folder,
-    check_icechunk,
-    check_secrets,
-    check_server,
-    check_store,
-)
-from command_line import call_at, make_location, run
+from checks import check_folder
+from command_line import call_at, make_location
 from devices import set_devices
+from ending import run
 from errors import DataError, print_note, program, refuse
 from location import Location
 from options import DeviceOptions, StoreOptions
@@ -44,6 +39,7 @@ from predict.map_store import (
 )
 from predict.maps import OVERLAP, MapDataset, choose_overlap, load_model, make_maps
 from store import FieldReader
+from store_checks import check_icechunk, check_secrets, check_server, check_store
 from store_checksum import sha256_of_values
 
 

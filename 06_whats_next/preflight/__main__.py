@@ -16,7 +16,8 @@ from datetime import timedelta
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 
-from command_line import call_with_store, run
+from command_line import call_with_store
+from ending import run
 from errors import print_note
 from location import Location
 from options import PATCH_SIZE, Options

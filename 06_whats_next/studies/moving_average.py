@@ -19,8 +19,9 @@ from statistics import mean
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from command_line import call_with_store, run
+from command_line import call_with_store
 from data import PatchDataset
+from ending import run
 from errors import refuse
 from location import Location
 from options import Options

@@ -10,7 +10,7 @@ import argparse
 
 import numpy as np
 
-from command_line import run
+from ending import run
 from errors import DataError
 from location import Location
 from predict.maps import MapDataset, MapFiller, choose_overlap, load_model

@@ -19,11 +19,12 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from arguments import add_options
-from checks import check_icechunk, check_secrets, check_server, check_store
-from command_line import call_at, make_location, run
+from command_line import call_at, make_location
+from ending import run
 from errors import CheckpointError, DataError, refuse
 from evaluation import NETWORK, fills
 from fields import split_times
+from interpolator import Interpolator, make_interpolator
 from location import Location
 from oi_baseline import OI
 from options import StoreOptions
@@ -37,7 +38,7 @@ from predict.maps import (
 )
 from results import RESULTS, save_rows
 from store import FieldReader
-from store_interpolation import Interpolator, make_interpolator
+from store_checks import check_icechunk, check_secrets, check_server, check_store
 
 # Boxes: south, north, west, east. The land in them counts, too.
 BASINS = {

@@ -14,7 +14,7 @@ import psutil
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import distributed
 
-from command_line import is_of_group
+from ending import is_of_group
 
 LINE_BYTES = 400
 # What a rank does within a step, in this order.

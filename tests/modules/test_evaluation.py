@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from interpolator import make_interpolator
 from made_up_winds import SIZE, flags_for, make_datamodule, make_winds, with_land, write
-from options import Options
-from store_interpolation import make_interpolator
-
 from oi_baseline import OI
+from options import Options
 
 ANOMALIES = "interpolated anomalies"
 pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")

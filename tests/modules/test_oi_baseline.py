@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import evaluation
+import interpolator as interpolating
 import numpy as np
+import oi_baseline
+import optimal_interpolation
 import pytest
-import store_interpolation
 import xarray as xr
 import zarr
 from errors import DataError
@@ -21,9 +23,6 @@ from made_up_winds import (
     with_moving_gaps,
     write,
 )
-
-import oi_baseline
-import optimal_interpolation
 from oi_baseline import OI
 
 pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
@@ -54,9 +53,9 @@ def baselines(module, folder: Path) -> dict:
     return evaluation.baselines(module.data, module.test, folder)
 
 
-def interpolator_of(module) -> store_interpolation.Interpolator:
+def interpolator_of(module) -> interpolating.Interpolator:
     data = module.data
-    return store_interpolation.make_interpolator(data.reader, data.training, data.climatology, SIZE)
+    return interpolating.make_interpolator(data.reader, data.training, data.climatology, SIZE)
 
 
 # ---------------------------------------------------------------------------------- the covariance
@@ -77,14 +76,14 @@ LATER = [
 
 def test_it_has_the_anomalies_of_training_times(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which need not be the store's first. What it reads is not counted as the run's."""
-    monkeypatch.setattr(store_interpolation, "MOST_TIMES", 60)
+    monkeypatch.setattr(interpolating, "MOST_TIMES", 60)
     module = made(store, *LATER)
     data = module.data
     before = data.reader.traffic.requests
     interpolator = interpolator_of(module)
     assert data.reader.traffic.requests == before
     winds = xr.open_zarr(store)[["u", "v"]].sel(time=slice("1983", "1984")).load()
-    chosen = store_interpolation.sample_times(data.reader, data.training, MAP_BYTES)
+    chosen = interpolating.sample_times(data.reader, data.training, MAP_BYTES)
     assert len(chosen) == 60 < winds.time.size
     winds = winds.isel(time=chosen).to_dataarray()
     mean = data.climatology.mean[winds.time.dt.month.values - 1]
@@ -112,9 +111,9 @@ def test_its_sample_is_spread_over_as_many_chunks_as_may_be_read(
 ) -> None:
     """And not the first times, which are of one season; the same in every run."""
     for name, value in ({"LEAST_TIMES": 0} | limits).items():
-        monkeypatch.setattr(store_interpolation, name, value)
+        monkeypatch.setattr(interpolating, name, value)
     data = made(write(tmp_path / "winds", make_winds(), (chunk, ROWS, COLUMNS))).data
-    times, again = (store_interpolation.sample_times(data.reader, data.training, MAP_BYTES) for _ in range(2))
+    times, again = (interpolating.sample_times(data.reader, data.training, MAP_BYTES) for _ in range(2))
     np.testing.assert_array_equal(times, again)
     assert (np.diff(times) > 0).all()
     assert 0.6 * most <= len(times) <= most
@@ -128,15 +127,13 @@ def test_a_sample_that_memory_makes_too_small_is_refused(
 ) -> None:
     """But not one of all training times, however few."""
     data = made(store).data
-    monkeypatch.setattr(store_interpolation, "MOST_BYTES", 20 * MAP_BYTES)
+    monkeypatch.setattr(interpolating, "MOST_BYTES", 20 * MAP_BYTES)
     with pytest.raises(DataError, match=r"only 20 times fit in .* of memory, and a covariance needs 60"):
-        store_interpolation.sample_times(data.reader, data.training, MAP_BYTES)
+        interpolating.sample_times(data.reader, data.training, MAP_BYTES)
     months = ["--train-times", "1982-01", "1982-06", "--validation-times", "1983-01", "1983-06"]
     few = made(store, *months, "--test-times", "1984-01", "1984-06").data
     assert len(few.training.dates) < 20
-    assert len(store_interpolation.sample_times(few.reader, few.training, MAP_BYTES)) == len(
-        few.training.dates
-    )
+    assert len(interpolating.sample_times(few.reader, few.training, MAP_BYTES)) == len(few.training.dates)
 
 
 def test_a_patch_is_filled_by_the_covariance_of_its_own_rows(store: Path) -> None:
@@ -160,7 +157,7 @@ def test_a_patch_is_filled_by_the_covariance_of_its_own_rows(store: Path) -> Non
 def test_a_band_holds_the_rows_of_every_patch_that_begins_in_it() -> None:
     """On a map that is much higher than a patch: the table of all rows, cut."""
     anomalies = np.random.default_rng(0).normal(size=(6, 1, 30, 12)).astype("float32")
-    interpolator = store_interpolation.Interpolator(anomalies, True, 4)
+    interpolator = interpolating.Interpolator(anomalies, True, 4)
     table = optimal_interpolation.zonal_covariance(anomalies, True, 4)
     for row in range(27):
         rows = slice(row, row + 4)
@@ -249,7 +246,7 @@ def test_land_has_the_row_that_the_sea_alone_has(tmp_path: Path) -> None:
 def test_large_patches_have_none(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(store_interpolation, "MOST_CELLS", 15 * 15)
+    monkeypatch.setattr(interpolating, "MOST_CELLS", 15 * 15)
     assert OI not in baselines(made(store), tmp_path)
     assert (
         "note: optimal interpolation is left out: patches of 16 x 16 are too large for it"
@@ -288,7 +285,7 @@ def test_what_fails_in_it_does_not_end_a_run(
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(store_interpolation, "interpolate", fail)
+    monkeypatch.setattr(interpolating, "interpolate", fail)
     assert OI not in baselines(made(store), tmp_path)
     reason = str(error) or "MemoryError"
     assert f"note: optimal interpolation is left out: {reason}" in capsys.readouterr().out

@@ -7,20 +7,19 @@ from pathlib import Path
 
 import book
 import evaluation
+import interpolator as interpolating
 import numpy as np
 import pytest
 import results
-import store_interpolation
 import task
 import torch
 import xarray as xr
 from location import Location
 from made_up_winds import write
+from oi_baseline import OI
 from options import Options
 from predict.maps import load_model
 from studies import keep_run, skill
-
-from oi_baseline import OI
 
 FINAL = book.ROOT / "06_whats_next/results/final.ckpt"
 
@@ -43,9 +42,7 @@ def test_the_final_model_is_a_quarter_below_the_interpolated_anomalies(
     _, data = task.make_data(options, Location(str(store)))
     count = Options().eval_samples
     patches = data.eval_patches(data.test, 64, count)
-    monkeypatch.setattr(
-        store_interpolation, "MOST_CELLS", 0
-    )  # no optimal interpolation, which takes a minute
+    monkeypatch.setattr(interpolating, "MOST_CELLS", 0)  # no optimal interpolation, which takes a minute
     baseline = evaluation.baselines(data, patches, tmp_path)["interpolated anomalies"]["m/s"]
     squares = weights = 0.0
     for sample in patches.__getitems__([(0, k) for k in range(count)]):

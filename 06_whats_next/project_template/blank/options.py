@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 
 from arguments import names_that_decide, option
-from checks import check_batch_size, check_server
+from devices import check_batch_size
 from run_options import (
     DeviceOptions,
     LoopOptions,
@@ -12,6 +12,7 @@ from run_options import (
     complete_run,
     parse_flags,
 )
+from store_checks import check_server
 
 # Options that are not given and depend on the store, and what they are then, if it has that.
 STORE_DEFAULTS: dict[str, object] = {}

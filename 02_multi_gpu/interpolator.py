@@ -1,16 +1,14 @@
-"""Optimal interpolation of a store's patches, with a covariance from its training times."""
+"""Optimal interpolation of patches, with a covariance from the training times."""
 
 import math
 
 import numpy as np
 
-from climatology import Climatology
-from data import Grid
+from climatology import Climatology, check_finite
+from data import Grid, Reader
 from errors import DataError
-from fields import Period
+from fields import Period, split_by_chunk
 from optimal_interpolation import hybrid_covariance, interpolate, zonal_covariance
-from store import FieldReader
-from store_climatology import check_finite
 
 MOST_CELLS = 100 * 100  # of a patch: twice as many take six times as long
 MOST_TIMES = 240  # from which the covariance is taken
@@ -73,7 +71,7 @@ class Interpolator:
 
 
 def make_interpolator(
-    reader: FieldReader, training: Period, climatology: Climatology, size: int
+    reader: Reader, training: Period, climatology: Climatology, size: int
 ) -> Interpolator:
     """With the covariance of a sample of the training times: the same in every run.
 
@@ -81,7 +79,6 @@ def make_interpolator(
     """
     if size**2 > MOST_CELLS:
         raise DataError(f"patches of {size} x {size} are too large for it")
-    reader = reader.counted_apart()
     fields = reader.open()
     grid = Grid(fields.latitude.values, fields.longitude.values)
     sample = sample_times(reader, training, climatology.mean[0].nbytes)
@@ -89,15 +86,13 @@ def make_interpolator(
     return Interpolator(anomalies, grid.wraps, size)
 
 
-def sample_times(
-    reader: FieldReader, training: Period, bytes_a_time: int
-) -> np.ndarray:
+def sample_times(reader: Reader, training: Period, bytes_a_time: int) -> np.ndarray:
     """Numbers of training times, equally many in each of as many chunks as may be read.
 
     Neighbouring times are alike, and tell less of a covariance than distant ones.
     DataError if too few fit in memory.
     """
-    chunks = reader.split_by_chunk(training.positions)
+    chunks = split_by_chunk(training.positions, reader.times_per_chunk)
     most = min(MOST_TIMES, int(MOST_BYTES / bytes_a_time))
     if most < min(LEAST_TIMES, len(training.positions)):
         reason = f"only {most} times fit in {MOST_BYTES / 1e9:g} GB of memory"
@@ -115,7 +110,7 @@ def sample_times(
 
 
 def read_anomalies(
-    reader: FieldReader, training: Period, sample: np.ndarray, climatology: Climatology
+    reader: Reader, training: Period, sample: np.ndarray, climatology: Climatology
 ) -> np.ndarray:
     """Of some training times, over their spread, (times, variables, latitude, longitude)."""
     positions = training.positions[sample]
@@ -124,8 +119,9 @@ def read_anomalies(
     for number, name in enumerate(reader.variables):
         anomalies[:, number] = reader.read(name, {"time": positions})
     months = training.months[sample]
-    for anomaly, month, position in zip(anomalies, months, positions):
-        check_finite(anomaly[:, None], [position], reader)
+    dates = training.dates[sample]
+    for anomaly, month, date in zip(anomalies, months, dates):
+        check_finite(anomaly[:, None], [date], reader.variables)
         anomaly -= climatology.mean[month]
         anomaly /= climatology.std[:, None, None]
     return anomalies

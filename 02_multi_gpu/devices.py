@@ -1,0 +1,44 @@
+"""What the launcher and the machine offer: devices and nodes."""
+
+import argparse
+import os
+
+import torch
+
+from errors import refuse
+
+
+def set_devices(args: argparse.Namespace) -> None:
+    """Fill in the devices and nodes that there are; refuse more."""
+    has_gpu = torch.accelerator.is_available()
+    if args.accelerator == "gpu" and not has_gpu:
+        refuse("--accelerator gpu: this machine has none; give auto or cpu")
+    on_gpu = has_gpu and args.accelerator != "cpu"
+    available = torch.accelerator.device_count() if on_gpu else os.cpu_count()
+    kind = "GPUs" if on_gpu else "cores"
+    if args.devices and args.devices > available:
+        refuse(
+            f"--devices {args.devices}: give up to {available}, the {kind} there are"
+        )
+    launched = read_environment("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+    if launched and args.devices not in (None, launched):
+        reason = f"the launcher has {launched} on each node; leave --devices out"
+        refuse(f"--devices {args.devices}: {reason}")
+    args.devices = args.devices or launched or (available if on_gpu else 1)
+    nodes = read_environment("GROUP_WORLD_SIZE", "SLURM_NNODES")
+    args.num_nodes = args.num_nodes or nodes or 1
+
+
+def check_batch_size(args: argparse.Namespace) -> None:
+    """Refuse a batch that cannot be shared among ranks and micro-batches."""
+    smallest = args.devices * args.num_nodes * args.accumulate_grad_batches
+    if args.batch_size < smallest:
+        ranks = f"{args.devices} devices x {args.num_nodes} nodes"
+        reason = f"{ranks} x {args.accumulate_grad_batches} micro-batches"
+        refuse(f"--batch-size {args.batch_size}: {reason} need at least {smallest}")
+
+
+def read_environment(*names: str) -> int:
+    """The first of these variables that a launcher has set; 0 if there is none."""
+    values = [os.environ[name] for name in names if os.environ.get(name)]
+    return int(values[0]) if values else 0
