@@ -16,7 +16,7 @@ from checks import check_folder
 from errors import refuse
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "lightning", "xarray", "zarr", "obstore")
+PACKAGES = ("torch", "lightning", "scipy", "xarray", "zarr", "obstore")
 
 
 def parse_studies(
