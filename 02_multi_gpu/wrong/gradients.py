@@ -1,0 +1,68 @@
+"""Means of means."""
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ConstantLR
+
+from model import Batch
+from train_ddp_by_hand import train_step
+from wrong.setting import (
+    BATCH,
+    RANKS,
+    Norm,
+    error,
+    gradient,
+    make_network,
+    own_mean,
+    part,
+    true_gradient,
+    whole_batch,
+)
+
+WHAT = "error of the gradient"
+
+
+def mean_of_means(rank: int) -> dict:
+    """Each rank divides by its own unseen cells, and DDP averages the two: a mean of means."""
+    cases = {
+        "": (64, 4),
+        " in patches of 16 x 16": (16, 4),
+        ", slices of 3 and 5": (64, 3),
+    }
+    row = {"what": WHAT}
+    for note, (size, cut) in cases.items():
+        slices = [(0, cut), (cut, BATCH)]
+        batches = [part(whole_batch(size), *slices[rank])]
+        truth = true_gradient(size)
+        row[f"wrong{note}"] = error(by_own_means(batches), truth)
+        row[f"right{note}"] = error(by_one_count(batches), truth)
+    return row
+
+
+def accumulated_mean_of_means(rank: int) -> dict:
+    """The same with four micro-batches, of one sample each, on each rank."""
+    each = BATCH // RANKS
+    first = each * rank
+    batches = [part(whole_batch(), k, k + 1) for k in range(first, first + each)]
+    wrong = error(by_own_means(batches), true_gradient())
+    right = error(by_one_count(batches), true_gradient())
+    return {"what": WHAT, "wrong": wrong, "right": right}
+
+
+def by_own_means(batches: list[Batch]) -> torch.Tensor:
+    """The gradient of the mean of the micro-batches' own means, averaged over the ranks."""
+    model = DistributedDataParallel(make_network())
+    for number, batch in enumerate(batches, 1):
+        model.require_backward_grad_sync = number == len(batches)  # as no_sync does
+        loss = own_mean(model, batch) / len(batches)
+        loss.backward()
+    return gradient(model.module)
+
+
+def by_one_count(batches: list[Batch], norm: Norm | None = None) -> torch.Tensor:
+    """The gradient of this chapter's step: sums, over the count of the whole batch."""
+    model = DistributedDataParallel(make_network(norm))
+    optimizer = SGD(model.parameters())  # its step comes after the gradient
+    train_step(model, optimizer, ConstantLR(optimizer), batches)
+    return gradient(model.module)
