@@ -37,6 +37,8 @@ def make_data(options: Options) -> tuple[Options, Data]:
         "--test-times": options.test_times,
     }
     training, validation, test = split_times(fields.time, spans)
+    for period in (training, validation, test):
+        reader.require_finite(period)
     require_times(training, options.train_times, options.missing)
     climatology = average_values(
         reader.values[training.positions],
@@ -58,11 +60,11 @@ def make_data(options: Options) -> tuple[Options, Data]:
     shares = data.climatology_shares()
     if options.missing == "refuse":
         require_months(shares)
+        for period in (training, validation, test):
+            reader.require_present(period, climatology.valid)
     note = describe_shares(shares)
     if note:
         print_note(note)
-    for period in (training, validation, test):
-        reader.require_finite(period, climatology)
     return options, data
 
 

@@ -84,11 +84,11 @@ def take_steps(
 ) -> dict[str, float]:
     """All steps from the first one on. Returns samples/s and the share of time spent waiting."""
     model, optimizer, schedule = state.values()
-    folder = Path(options.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     size = options.patch_size
     validation = data.eval_patches(data.validation, size, options.eval_samples)
     batches = iter(train_loader(first_step, options, data))
+    folder = Path(options.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     steps = range(first_step, options.max_steps)
     progress = tqdm(steps, initial=first_step, total=options.max_steps, unit="step")
     waits = 0.0

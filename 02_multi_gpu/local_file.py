@@ -3,7 +3,7 @@
 import numpy as np
 import xarray as xr
 
-from climatology import Climatology, check_finite
+from climatology import check_finite
 from decoding import decode, explain_limits, find_limits
 from errors import DataError
 from fields import Period, explain_bounds, list_variables, select_variables
@@ -12,7 +12,6 @@ from levels import select_level
 DIMS = ("time", "latitude", "longitude")
 ALL = slice(None)
 NAN = "NaN; if the data have gaps, give --missing mask; else write it anew"
-NO_MONTH = "its month has no climatology here; give --train-times of more years"
 
 
 class FileReader:
@@ -70,20 +69,16 @@ class FileReader:
             patches.append(rows[..., box["longitude"]])
         return np.stack(patches)
 
-    def require_finite(self, period: Period, climatology: Climatology) -> None:
-        """DataError that names the first value that no run could use.
-
-        That is infinity; and, unless missing values are left out, NaN in a valid cell.
-        """
+    def require_finite(self, period: Period) -> None:
+        """DataError that names the first value that is infinite."""
         values = self.values[period.positions]
         check_finite(values.swapaxes(0, 1), period.dates, self.variables)
-        if climatology.missing == "mask":
-            return
-        anomalies = values - climatology.mean[period.months]
-        bad = np.argwhere(np.isnan(anomalies) & climatology.valid)
-        if bad.size:
-            time, number, row, column = bad[0]
+
+    def require_present(self, period: Period, valid: np.ndarray) -> None:
+        """DataError that names the first value that is missing in a valid cell, (H, W)."""
+        values = self.values[period.positions]
+        missing = np.argwhere(np.isnan(values) & valid)
+        if missing.size:
+            time, number, *_ = missing[0]
             date = str(period.dates[time])[:10]
-            is_gap = np.isnan(values[time, number, row, column])
-            reason = NAN if is_gap else NO_MONTH
-            raise DataError(f"{self.variables[number]} on {date}: {reason}")
+            raise DataError(f"{self.variables[number]} on {date}: {NAN}")

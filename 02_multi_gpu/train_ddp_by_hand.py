@@ -112,11 +112,11 @@ def take_steps(
     network, optimizer, schedule = state.values()
     rank = distributed.get_rank()
     world_size = distributed.get_world_size()
-    folder = Path(options.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     size = options.patch_size
     validation = data.eval_patches(data.validation, size, options.eval_samples)
     batches = iter(train_loader(first_step, options, data))
+    folder = Path(options.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     steps = range(first_step, options.max_steps)
     shown = {"unit": "step", "disable": rank > 0}
     progress = tqdm(steps, initial=first_step, total=options.max_steps, **shown)

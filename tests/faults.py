@@ -270,8 +270,8 @@ FAULTS = {
 }
 
 
-# Programs of chapters 3 to 6 that take the options of train.py.
-TAKE_OPTIONS = "train.py profiler.py preflight/__main__.py tune.py studies/search_check.py studies/moving_average.py".split()
+# Programs that take the options of train.py.
+TAKE_OPTIONS = "train.py train_by_hand.py train_ddp_by_hand.py profiler.py preflight/__main__.py tune.py studies/search_check.py studies/moving_average.py".split()
 
 
 def run(script: str | Path, argv: list[str], **faults: float) -> None:
@@ -284,9 +284,7 @@ def run(script: str | Path, argv: list[str], **faults: float) -> None:
     source = Path(script).read_text()
     # Judge a run by so many patches instead of 96: no fault, but quicker.
     if number := faults.pop("judge_by", None):
-        if not Path("options.py").exists():  # chapters 1 and 2
-            source = source.replace("JUDGE_SEED = 96,", f"JUDGE_SEED = {number},")
-        elif Path(script).relative_to(folder).as_posix() in TAKE_OPTIONS:
+        if Path(script).relative_to(folder).as_posix() in TAKE_OPTIONS:
             argv = ["--eval-samples", str(number), *argv]
     sys.argv = [str(script), *argv]
     for name, value in faults.items():
