@@ -199,7 +199,7 @@ def train_step(
     unseen = unseen.clamp(min=1)
     world_size = distributed.get_world_size()
     optimizer.zero_grad()
-    loss = torch.zeros_like(unseen)
+    parts = []
     for batch in batches:
         # Gradients add up on each rank, and the last backward pass sends them.
         is_last = batch is batches[-1]
@@ -207,10 +207,10 @@ def train_step(
             squares, _ = masked_sums(model(batch["input"]), batch)
             part = squares * world_size / unseen  # DDP 6: a sum is world_size averages
             part.backward()
-        loss += part.detach()
+        parts.append(part.detach())
     optimizer.step()
     schedule.step()
-    return loss  # not .item(), which would wait until a GPU is done
+    return torch.stack(parts).sum()  # not .item(), which would wait until a GPU is done
 
 
 @torch.no_grad()

@@ -602,7 +602,9 @@ def test_a_checkpoint_of_other_options_is_refused(
     with pytest.raises(SystemExit, match="2"):
         MAINS[script](flags)
     last = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(rf"\S+: error: --resume {re.escape(ckpt)}: has {option.split()[0]} .*, not .*; give", last)
+    assert re.match(
+        rf"\S+: error: --resume {re.escape(ckpt)}: has {option.split()[0]} .*, not .*; give", last
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,13 +1,11 @@
 """Chapter 2: one, two and three processes give the same result, and every way in which they would not."""
 
-import inspect
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
@@ -23,17 +21,22 @@ from runs import (
     assert_same_bits,
     assert_same_but_for_rounding,
     check_summary,
-    load,
     losses_after,
     rmse,
     state,
     weights,
 )
 
+with book.rooms("02_multi_gpu"):
+    import train as by_lightning
+    import train_ddp_by_hand
+    from steps import StepSampler
+
 CHAPTER = book.ROOT / "02_multi_gpu"
 README = CHAPTER / "README.md"
 LIGHTNING, BY_HAND = "02_multi_gpu/train.py", "02_multi_gpu/train_ddp_by_hand.py"
 SCRIPTS = [LIGHTNING, BY_HAND]
+MAINS = {LIGHTNING: by_lightning.main, BY_HAND: train_ddp_by_hand.main}
 # Three ranks have slices of 2, 3 and 3 samples; and so have three micro-batches of one rank.
 SMALL = "--patch-size 16 --batch-size 8 --max-steps 7".split()
 SMALL += "--checkpoint-every 3 --validate-every 4 --log-every 1".split()
@@ -41,7 +44,6 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 thorough = pytest.mark.thorough
-modules = {LIGHTNING: load(LIGHTNING, "chapter_02_train"), BY_HAND: load(BY_HAND, "chapter_02_by_hand")}
 
 
 def train(script: str | Path, ranks: int, folder: Path, *flags: object, double: bool = True) -> None:
@@ -95,7 +97,7 @@ def test_several_ranks_end_at_the_weights_of_one(script: str, ranks: int, whole)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("script", [BY_HAND, pytest.param(LIGHTNING, marks=thorough)])
 def test_accumulation_changes_nothing(script: str, ranks: int, whole, tmp_path: Path) -> None:
-    train(script, ranks, tmp_path, "--accumulate", 3)
+    train(script, ranks, tmp_path, "--accumulate-grad-batches", 3)
     assert_same_but_for_rounding(tmp_path, whole(script, 1))
 
 
@@ -104,13 +106,11 @@ def test_the_two_scripts_agree(ranks: int, whole) -> None:
     assert_same_but_for_rounding(whole(LIGHTNING, ranks), whole(BY_HAND, ranks))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_pieces_of_all_ranks_are_the_batch(script: str) -> None:
+def test_the_pieces_of_all_ranks_are_the_batch() -> None:
     for ranks, accumulate, batch_size in product(range(1, 6), range(1, 5), range(1, 33)):
         if batch_size < ranks * accumulate:
             continue
-        args = Namespace(batch_size=batch_size, accumulate=accumulate, max_steps=5)
-        samplers = [modules[script].StepSampler(args, 3, rank, ranks) for rank in range(ranks)]
+        samplers = [StepSampler(batch_size, 5, 3, rank, ranks, accumulate) for rank in range(ranks)]
         pieces = [list(sampler) for sampler in samplers]  # of steps 3 and 4
         for number, step in enumerate((3, 4)):
             mine = slice(number * accumulate, (number + 1) * accumulate)
@@ -134,7 +134,7 @@ def wrong(*args):
     with patch.object(script.distributed, "all_reduce", lambda count: count.mul_(2)):
         return right(*args)
 script.train_step = wrong
-script.main()
+script.run(script.main)
 """
 
 
@@ -188,15 +188,15 @@ def test_killed_and_resumed_on_another_number_of_ranks(
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_killed_twice_between_micro_batches_and_resumed_to_the_bit(script: str, tmp_path: Path) -> None:
     """No checkpoint is of half a step, as the first micro-batch after a resume could leave one."""
-    train(script, 2, tmp_path / "whole", "--accumulate", 3)
-    flags = [*SMALL, "--accumulate", 3, "--resume", "auto", "--output-dir", tmp_path / "run"]
+    train(script, 2, tmp_path / "whole", "--accumulate-grad-batches", 3)
+    flags = [*SMALL, "--accumulate-grad-batches", 3, "--resume", "auto", "--output-dir", tmp_path / "run"]
     for step in (4, 1):  # of that process: both times, after the checkpoint of step 3
         killed = programs.run_ranks(
             script, 2, *flags, planted={1: {"kill_at_step": step}}, double_precision=True
         )
         assert killed[1].code == -9
         assert state(tmp_path / "run")["step"] == 3
-    train(script, 2, tmp_path / "run", "--accumulate", 3, "--resume")
+    train(script, 2, tmp_path / "run", "--accumulate-grad-batches", 3, "--resume")
     assert_same_bits(tmp_path / "run", tmp_path / "whole")
 
 
@@ -277,26 +277,31 @@ BAD_INPUT = {  # script, flags, ranks that torchrun has started, what the last l
         2,
         "--devices 1: the launcher has 2 on each node; leave --devices out",
     ),
-    "no device": (LIGHTNING, "--devices 0", None, "--devices 0: too small; give at least 1"),
+    "no device": (LIGHTNING, "--devices 0", None, "argument --devices: 0: too small; give at least 1"),
     "a batch too small": (
         LIGHTNING,
-        "--batch-size 2 --devices 2 --accumulate 2",
+        "--batch-size 2 --devices 2 --accumulate-grad-batches 2",
         None,
         "--batch-size 2: 2 devices x 1 nodes x 2 micro-batches need at least 4",
     ),
     "a batch too small for these ranks": (
         BY_HAND,
-        "--batch-size 5 --accumulate 2",
+        "--batch-size 5 --accumulate-grad-batches 2",
         3,
-        "--batch-size 5: 3 ranks x 2 micro-batches need at least 6",
+        "--batch-size 5: 3 devices x 1 nodes x 2 micro-batches need at least 6",
     ),
-    "no micro-batch": (LIGHTNING, "--accumulate 0", None, "--accumulate 0: too small; give at least 1"),
+    "no micro-batch": (
+        LIGHTNING,
+        "--accumulate-grad-batches 0",
+        None,
+        "argument --accumulate-grad-batches: 0: too small",
+    ),
     "no checkpoint": (LIGHTNING, "--resume missing.ckpt", None, "--resume missing.ckpt: no such file"),
     "no folder": (BY_HAND, "--output-dir /dev/null/run", 1, "--output-dir /dev/null/run: Not a directory"),
-    "a seed of 65 bits": (LIGHTNING, f"--seed {2**64}", None, f"--seed {2**64}: too large"),
+    "a seed of 65 bits": (LIGHTNING, f"--seed {2**64}", None, f"argument --seed: {2**64}: too large"),
     "a text as checkpoint": (LIGHTNING, f"--resume {__file__}", None, f"--resume {__file__}: cannot be read"),
     "a text, by hand": (BY_HAND, f"--resume {__file__}", 1, f"--resume {__file__}: cannot be read"),
-    "by hand, without torchrun": (BY_HAND, "", None, "start it with torchrun --nproc-per-node N"),
+    "by hand, without torchrun": (BY_HAND, "", None, "start it by torchrun --nproc-per-node N"),
 }
 
 
@@ -309,7 +314,7 @@ def last_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
         for name, value in (here if ranks else {}).items():
             monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:
-            modules[script].main([*map(str, flags)])
+            MAINS[script]([*map(str, flags)])
         assert ended.value.code == 2
         out, err = capfd.readouterr()
         assert out == ""
@@ -326,24 +331,12 @@ def test_bad_input_is_named_with_its_flag_and_writes_nothing(case: str, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_are_read_as_in_chapter_1() -> None:
-    """Where what becomes of strange files and folders is tested."""
-    before = book.definitions("01_setup/train.py")
-    for script in SCRIPTS:
-        own = book.definitions(script)
-        for name in ("open_fields", "rename_dimensions", "sort_coordinates", "check_folder"):
-            assert own[name] == before[name], f"{script}: {name}"
-    first = load("01_setup/train.py", "chapter_01_train_again")
-    check = inspect.getsource(modules[LIGHTNING].FillGaps.on_train_start)
-    assert check == inspect.getsource(first.FillGaps.on_train_start)
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_resumed_run_must_accumulate_as_before(script: str, tmp_path: Path, whole, last_line) -> None:
     checkpoint = whole(script, 1) / "last.ckpt"
-    flags = [*SMALL, "--accumulate", 2, "--resume", checkpoint, "--output-dir", tmp_path / "run"]
+    flags = [*SMALL, "--accumulate-grad-batches", 2, "--resume", checkpoint, "--output-dir", tmp_path / "run"]
     said = last_line(script, 1, *flags)
-    assert said == f"--accumulate 2: {checkpoint} has 1; give that, or no --resume"
+    assert said.startswith(f"--resume {checkpoint}: has --accumulate-grad-batches 1, not 2; give")
     assert list(tmp_path.iterdir()) == []
 
 
