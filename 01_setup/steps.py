@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
+Address = tuple[int, int]  # (step, k): sample k of a step
+
 
 class StepSampler(Sampler):
     """The global batch of every step, a list of (step, k). To resume, give `first_step`."""
@@ -17,6 +19,6 @@ class StepSampler(Sampler):
         # The whole run's: after a resume Lightning counts the earlier batches as fetched.
         return self.max_steps
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[Address]]:
         for step in range(self.first_step, self.max_steps):
             yield [(step, k) for k in range(self.batch_size)]

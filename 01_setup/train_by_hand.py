@@ -118,9 +118,8 @@ def take_steps(
                 rmse = evaluate(model, data, validation, device)
             if taken % options.log_every == 0 or rmse:
                 progress.set_postfix(loss=loss.item(), **rmse)
-                log.writerow(
-                    [step, loss.item(), learning_rate, wait, work, *rmse.values()]
-                )
+                row = [step, loss.item(), learning_rate, wait, work]
+                log.writerow([*row, *rmse.values()])
             if taken % options.checkpoint_every == 0:
                 save(taken, state, options)
     save(options.max_steps, state, options)

@@ -151,7 +151,8 @@ def take_steps(
                 distributed.all_reduce(loss)
                 mean = loss.item() / world_size
                 progress.set_postfix(loss=mean, **rmse)
-                log.writerow([step, mean, learning_rate, wait, work, *rmse.values()])
+                row = [step, mean, learning_rate, wait, work]
+                log.writerow([*row, *rmse.values()])
             if taken % options.checkpoint_every == 0:
                 save(taken, state, options)
     save(options.max_steps, state, options)

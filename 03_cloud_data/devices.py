@@ -25,7 +25,9 @@ def set_devices(args: argparse.Namespace) -> None:
         reason = f"the launcher has {launched} on each node; leave --devices out"
         refuse(f"--devices {args.devices}: {reason}")
     if on_gpu and launched > available:
-        refuse(f"the launcher has {launched} processes here; there are {available} GPUs")
+        refuse(
+            f"the launcher has {launched} processes here; there are {available} GPUs"
+        )
     args.devices = args.devices or launched or (available if on_gpu else 1)
     nodes = read_environment("GROUP_WORLD_SIZE", "SLURM_NNODES")
     args.num_nodes = args.num_nodes or nodes or 1

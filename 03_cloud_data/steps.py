@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
+Address = tuple[int, int]  # (step, k): sample k of a step
+
 
 class StepSampler(Sampler):
     """A rank's slice of the global batch of every step, in micro-batches.
@@ -32,7 +34,7 @@ class StepSampler(Sampler):
         # The whole run's: after a resume Lightning counts the earlier batches as fetched.
         return self.max_steps * self.accumulate_grad_batches
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[Address]]:
         pieces = self.world_size * self.accumulate_grad_batches
         first = self.rank * self.accumulate_grad_batches
         for step in range(self.first_step, self.max_steps):

@@ -38,6 +38,7 @@ OF_WINDS = (
     "evaluation.py",
     "fields.py",
     "icechunk_store.py",
+    "interpolator.py",
     "kept_rmse.py",
     "levels.py",
     "model.py",
@@ -51,7 +52,7 @@ OF_WINDS = (
     "store_checksum.py",
     "store_climatology.py",
     "store_defaults.py",
-    "store_interpolation.py",
+    "store_remedies.py",
     "task.py",
     "wind_blocks.py",
     "predict/",
@@ -74,11 +75,6 @@ HELPERS = {
 BY_NAME = {
     "winds": ["boto3", "cftime", "h5netcdf", "h5py", "numcodecs", "tensorboard"],
     "blank": ["boto3", "tensorboard"],
-}
-# Modules that tests import below all others, as where these tests come from.
-FIRST_PARTY = {
-    "winds": 'known-first-party = ["kept_rmse", "oi_baseline", "optimal_interpolation"]\n',
-    "blank": "",
 }
 DEVELOPMENT = ["pytest", "pytest-timeout", "ruff"]
 IGNORED = """.venv/
@@ -232,7 +228,7 @@ def describe_project(task: str, name: str, files: Files) -> str:
     text = (TEMPLATE / "pyproject.template").read_text().replace("{{name}}", name)
     text = text.replace("DEV_PACKAGES", list_packages(development))
     text = text.replace("PACKAGES", list_packages(packages))
-    return text.replace("FIRST_PARTY\n", FIRST_PARTY[task])
+    return text
 
 
 def choose(requirements: list[str], packages: set[str]) -> list[str]:

@@ -399,6 +399,7 @@ def files_table(old: str, new: str, reasons: dict[str, str]) -> str:
     """The table of the Python files in a chapter's folder that are new, or changed from the old folder.
 
     `reasons` must name each of them, and may name carried ones. A key may name several files, of one kind.
+    In the first chapter, whose `old` is "", all are new.
     """
     paths = {path.name: path for path in files("*.py") if path.parent == ROOT / new}
     kinds = {}
@@ -423,6 +424,8 @@ def files_table(old: str, new: str, reasons: dict[str, str]) -> str:
     for names, why in groups.items():
         links = [f"[`{name}`]({_target(paths[name])})" for name in names]
         rows.append([", ".join(links), kinds[names[0]], why])
+    if not old:
+        return _markdown_table(["File", "What it is"], [[row[0], row[2]] for row in rows])
     return _markdown_table(["File", "What", "Why"], rows)
 
 

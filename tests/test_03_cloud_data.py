@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from threading import Barrier
-from types import SimpleNamespace
 
 import book
 import buckets
@@ -20,7 +19,7 @@ import programs
 import pytest
 import zarr
 from made_up_winds import flags_for, make_datamodule, make_winds, reader_of, write
-from runs import assert_same_bits, load, losses, summary
+from runs import assert_same_bits, losses, summary
 
 SCRIPT = "03_cloud_data/train.py"
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
@@ -185,21 +184,6 @@ def test_credentials_are_used_and_kept_nowhere(trained: dict) -> None:
     assert len(files) >= 5
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
     assert SECRET not in done.out + done.err
-
-
-@pytest.mark.parametrize("size", [16, 64])
-def test_the_samples_are_those_of_chapter_2(size: int) -> None:
-    """The same times, places and swaths, also of a small patch, in which every pass may be lost."""
-    patches = load("02_multi_gpu/train.py", "chapter_02_before_the_bucket").Patches
-    before = SimpleNamespace(times=range(150), latitude=range(73), last_column=99, size=size)
-    before.batch_size, before.seed = 8, 5
-    space = sampling.PatchSpace(rows=73 - size + 1, columns=100, size=size)
-    for step in range(50):
-        for k in range(8):
-            patch = sampling.sample(5, step, k, batch_size=8, n_times=150, space=space)
-            *place, seen = patches.sample(before, step, k)
-            assert [patch.time, patch.row, patch.column] == place
-            np.testing.assert_array_equal(patch.seen, seen)
 
 
 def test_ranks_share_the_global_batch_in_micro_batches(folder: Path) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import book
+import kept_rmse
 import pytest
 from kept_rmse import keep, read
 
@@ -41,7 +41,7 @@ def test_two_processes_at_once_write_whole_files(tmp_path: Path) -> None:
     write = f"import kept_rmse, pathlib; path = pathlib.Path({str(path)!r})\n"
     write += "for turn in range(500): kept_rmse.keep(path, dict.fromkeys(map(str, range(300)), {number}))"
     command = [sys.executable, "-c"]
-    quiet = {"cwd": book.ROOT / "01_setup", "stdout": subprocess.DEVNULL}
+    quiet = {"cwd": Path(kept_rmse.__file__).parent, "stdout": subprocess.DEVNULL}
     processes = [subprocess.Popen([*command, write.replace("{number}", number)], **quiet) for number in "12"]
     found = set()
     while any(process.poll() is None for process in processes):
