@@ -228,9 +228,7 @@ def evaluate(
         error = network(batch["input"]) - batch["target"]
         sums[:-1] += (batch["weight"] * error**2).sum(dim=(0, 2, 3))
         sums[-1] += batch["weight"].sum()
-    distributed.all_reduce(
-        sums
-    )  # DDP 7: sums over the ranks, not a mean of their RMSEs
+    distributed.all_reduce(sums)  # DDP 7: no mean of RMSEs
     *squares, weights = sums.tolist()
     mean_squares = data.climatology.std**2 * squares / weights
     rmse = {}

@@ -1,9 +1,12 @@
 """Means of means."""
 
+from statistics import median
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR
+from torch.utils.data import default_collate
 
 from model import Batch
 from train_ddp_by_hand import train_step
@@ -11,8 +14,10 @@ from wrong.setting import (
     BATCH,
     RANKS,
     Norm,
+    draw_samples,
     error,
     gradient,
+    gradient_of,
     make_network,
     own_mean,
     part,
@@ -21,6 +26,7 @@ from wrong.setting import (
 )
 
 WHAT = "error of the gradient"
+STEPS = range(12)
 
 
 def mean_of_means(rank: int) -> dict:
@@ -37,7 +43,18 @@ def mean_of_means(rank: int) -> dict:
         truth = true_gradient(size)
         row[f"wrong{note}"] = error(by_own_means(batches), truth)
         row[f"right{note}"] = error(by_one_count(batches), truth)
+    drawn = [error_as_drawn(rank, step) for step in STEPS]
+    row["wrong as drawn, step 0"] = drawn[0]
+    row["wrong as drawn, median of 12 steps"] = median(drawn)
     return row
+
+
+def error_as_drawn(rank: int, step: int) -> float:
+    """The error of own counts, for a batch whose samples nobody has sorted."""
+    batch = default_collate(draw_samples(step))
+    each = BATCH // RANKS
+    own = part(batch, each * rank, each * (rank + 1))
+    return error(by_own_means([own]), gradient_of(batch))
 
 
 def accumulated_mean_of_means(rank: int) -> dict:

@@ -47,11 +47,16 @@ def whole_batch(size: int = 64) -> Batch:
 
     Those with most unseen cells come first, so that rank 0 has more of them.
     """
-    data = load_data()
-    patches = PatchDataset(data.maker(data.training, size), data.reader, BATCH, seed=0)
-    samples = [patches[0, k] for k in range(BATCH)]
+    samples = draw_samples(0, size)
     samples.sort(key=lambda sample: -sample["unseen"].sum())
     return default_collate(samples)
+
+
+def draw_samples(step: int, size: int = 64) -> list[dict]:
+    """The samples of a step, in the order in which train.py draws them."""
+    data = load_data()
+    patches = PatchDataset(data.maker(data.training, size), data.reader, BATCH, seed=0)
+    return [patches[step, k] for k in range(BATCH)]
 
 
 def part(batch: Batch, first: int, last: int) -> Batch:
@@ -73,8 +78,13 @@ def gradient(model: nn.Module) -> torch.Tensor:
 @cache
 def true_gradient(size: int = 64, norm: Norm | None = None) -> torch.Tensor:
     """The gradient of the whole batch on one device."""
+    return gradient_of(whole_batch(size), norm)
+
+
+def gradient_of(batch: Batch, norm: Norm | None = None) -> torch.Tensor:
+    """The gradient of a batch on one device."""
     model = make_network(norm)
-    own_mean(model, whole_batch(size)).backward()
+    own_mean(model, batch).backward()
     return gradient(model)
 
 
