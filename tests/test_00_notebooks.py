@@ -18,16 +18,15 @@ def look(notebook: book.NotebookNode) -> tuple[int, str]:
 
 def test_chapter_1_trains_by_hand_and_with_lightning(tmp_path: Path) -> None:
     chapter = book.clone(tmp_path) / "01_setup"
-    book.judge_by_few(chapter / "train.py", chapter / "train_by_hand.py")
-    pictures, printed = look(book.execute(chapter / "notebook.ipynb", {"MAX_STEPS": 4}))
+    settings = {"MAX_STEPS": 4, "EVAL_SAMPLES": 8}
+    pictures, printed = look(book.execute(chapter / "notebook.ipynb", settings))
     assert pictures == 8
     assert printed.count("4 steps in ") == 2
 
 
 def test_chapter_2_has_three_runs_of_which_one_averages_wrongly(tmp_path: Path) -> None:
     chapter = book.clone(tmp_path) / "02_multi_gpu"
-    book.judge_by_few(chapter / "train.py", chapter / "train_ddp_by_hand.py")
-    settings = {"MAX_STEPS": 4, "PATCH_SIZE": 16}
+    settings = {"MAX_STEPS": 4, "PATCH_SIZE": 16, "EVAL_SAMPLES": 8}
     pictures, printed = look(book.execute(chapter / "notebook.ipynb", settings))
     assert pictures == 6
     runs = ["one process", "two processes", "wrong"]
