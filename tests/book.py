@@ -12,7 +12,6 @@ import it. Relative paths are taken from the root, wherever the caller stands.
 import argparse
 import ast
 import copy
-import difflib
 import io
 import json
 import os
@@ -140,15 +139,6 @@ def clone(folder: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
     return folder
-
-
-def judge_by_few(*scripts: Path, number: int = 24) -> None:
-    """Let scripts of a clone be judged by so few patches instead of 96: a reduced setting of notebooks."""
-    for script in scripts:
-        source = script.read_text()
-        if source.count("JUDGED_SAMPLES, JUDGE_SEED = 96,") != 1:
-            raise ValueError(f"{script}: says no more how many patches judge it")
-        script.write_text(source.replace("JUDGE_SEED = 96,", f"JUDGE_SEED = {number},"))
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
@@ -376,25 +366,6 @@ def definitions(script: str) -> dict[str, str]:
     return found
 
 
-def changes(old_script: str, new_script: str) -> list[tuple[str, str]]:
-    """(name, "added" or "changed") in the order of the new script, then (name, "dropped")."""
-    old, new = definitions(old_script), definitions(new_script)
-    found = [(name, "changed" if name in old else "added") for name in new]
-    found = [(name, what) for name, what in found if new[name] != old.get(name)]
-    return found + [(name, "dropped") for name in old if name not in new]
-
-
-def what_changes_table(old: str, new: str, reasons: dict[str, str]) -> str:
-    """The table of what a chapter changes. `reasons` must name each change and nothing else."""
-    changed = dict(changes(old, new))
-    wrong = [f"no reason for {name} ({changed[name]})" for name in changed if name not in reasons]
-    wrong += [f"{name} did not change" for name in reasons if name not in changed]
-    if wrong:
-        raise ValueError(f"{old} -> {new}: {'; '.join(wrong)}")
-    rows = [[f"`{name}`", what, reasons[name]] for name, what in changed.items()]
-    return _markdown_table(["Definition", "What", "Why"], rows)
-
-
 def files_table(old: str, new: str, reasons: dict[str, str]) -> str:
     """The table of the Python files in a chapter's folder that are new, or changed from the old folder.
 
@@ -439,24 +410,6 @@ def packages_table(folder: str, headers: list[str], cells: dict[str, list[str]])
         raise ValueError(f"{folder}: {'; '.join(wrong)}")
     rows = [[f"[`{name}/`]({_target(packages[name])})", *row] for name, row in cells.items()]
     return _markdown_table(["Package", *headers], rows)
-
-
-def _diff_lines(old: str, new: str) -> list[str]:
-    """The unified diff of two files, the two lines of labels first, no trailing blanks."""
-    texts = [(ROOT / path).read_text().splitlines() for path in (old, new)]
-    diff = difflib.unified_diff(*texts, fromfile=str(old), tofile=str(new), n=3, lineterm="")
-    return [line.rstrip() for line in diff]
-
-
-def _count(old: str, new: str) -> tuple[int, int]:
-    """How many lines the diff adds and how many it removes."""
-    signs = [line[:1] for line in _diff_lines(old, new)[2:]]
-    return signs.count("+"), signs.count("-")
-
-
-def changed_lines(old: str, new: str) -> int:
-    """How many lines the diff of two files adds and removes, together."""
-    return sum(_count(old, new))
 
 
 # ------------------------------------------------------------------------------------------ results

@@ -1,8 +1,7 @@
-"""Appendix, raw PyTorch or Lightning: the lines add up and cannot drift, and Lightning does what the page says."""
+"""Appendix, raw PyTorch or Lightning: neither is faster, and Lightning does what the page says."""
 
 import os
 import random
-import shutil
 import urllib.request
 from pathlib import Path
 from unittest.mock import patch
@@ -15,50 +14,8 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from runs import load
-from test_text import code_lines
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
-
-chapter = load("appendix/raw_or_lightning.py", "appendix_raw_or_lightning")
-SCRIPTS = [script for sides in chapter.SCRIPTS.values() for script in sides.values()]
-LIGHTNING_2 = "02_multi_gpu/train.py"
-
-
-@pytest.fixture(scope="module")
-def rows() -> dict[str, dict[str, int]]:
-    """The lines of each row in each script, as the page has them."""
-    return {row.pop("row"): row for row in chapter.main([])}
-
-
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """The four scripts in a folder of their own, to be changed."""
-    for script in SCRIPTS:
-        (tmp_path / script).parent.mkdir(exist_ok=True)
-        shutil.copy(book.ROOT / script, tmp_path / script)
-    return tmp_path
-
-
-# -------------------------------------------------------------------------------------------- the lines
-
-
-def test_the_rows_add_up_to_each_scripts_code_lines(rows: dict) -> None:
-    assert [*rows] == [*chapter.ROWS, "total"]
-    for script in SCRIPTS:
-        assert rows["total"][script] == code_lines((book.ROOT / script).read_text())
-        assert sum(rows[row][script] for row in chapter.ROWS) == rows["total"][script]
-        assert rows["everything else"][script] <= 5
-
-
-def test_what_the_page_says_of_the_lines(rows: dict) -> None:
-    for sides in chapter.SCRIPTS.values():
-        lightning, by_hand = ({name: row[script] for name, row in rows.items()} for script in sides.values())
-        assert lightning["shared"] == by_hand["shared"] > 0.7 * max(lightning["total"], by_hand["total"])
-        assert 0 <= lightning["total"] - by_hand["total"] < 0.03 * by_hand["total"]
-        for name in ("precision", "checkpoints in the cloud"):
-            assert lightning[name] == by_hand[name] == 0
-        assert (lightning["sanity check"], by_hand["sanity check"]) == (1, 0)
 
 
 def test_neither_side_is_faster_by_more_than_its_runs_differ() -> None:
@@ -67,72 +24,6 @@ def test_neither_side_is_faster_by_more_than_its_runs_differ() -> None:
     for pair in {number for number, _ in runs}:
         one, other = (row["samples_per_second"] for number, row in runs if number == pair)
         assert one["min"] <= other["max"] and other["min"] <= one["max"]
-
-
-def test_a_row_shows_its_lines(capsys: pytest.CaptureFixture) -> None:
-    chapter.main(["--show", "sanity check"])
-    assert capsys.readouterr().out.count("num_sanity_val_steps=0,") == 2
-
-
-def test_a_line_that_both_sides_have_is_shared_whatever_its_comment(copy: Path) -> None:
-    before = chapter.count(copy)["01_setup/train.py"]
-    for script in SCRIPTS[:2]:
-        text = (copy / script).read_text()
-        why = "  # why" if script == SCRIPTS[0] else ""
-        (copy / script).write_text(text.replace("    began = ", f"    one_more = 1{why}\n    began = "))
-    after = chapter.count(copy)["01_setup/train.py"]
-    assert {
-        row: len(after[row]) - len(before[row]) for row in after if len(after[row]) != len(before[row])
-    } == {"shared": 1}
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "place"),
-    [
-        ("num_sanity_val_steps=0", "num_sanity_steps=0", "0 lines hold `num_sanity_val_steps=`"),
-        ("import warnings\n", "import warnings\nimport warnings\n", "2 lines hold `import warnings`"),
-        ("class StepCheckpoint", "class Steps", "0 definitions are called `StepCheckpoint`"),
-        ("    several = ", "    every = ", "2 definitions are called `main.every`"),
-    ],
-)
-def test_a_place_that_is_gone_or_there_twice_ends_the_count(
-    old: str, new: str, place: str, copy: Path, capsys: pytest.CaptureFixture
-) -> None:
-    text = (copy / LIGHTNING_2).read_text()
-    assert text.count(old) == 1
-    (copy / LIGHTNING_2).write_text(text.replace(old, new))
-    with pytest.raises(SystemExit) as ended:
-        chapter.main(["--book", str(copy)])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert ended.value.code == 2
-    assert f"--book {copy}: {LIGHTNING_2}: {place}" in last
-
-
-@pytest.mark.parametrize(
-    ("row", "place", "why"),
-    [
-        ("precision", "num_sanity_val_steps=0", "already counted"),  # a line in two rows
-        ("precision", "main.trainer", "already counted"),  # a definition in two rows
-        ("precision", "began = perf_counter()", "no line of code that only this side has"),  # a shared one
-    ],
-)
-def test_no_line_is_counted_twice(row: str, place: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(chapter.MORE["01_setup/train.py"], row, place)
-    with pytest.raises(LookupError, match=why):
-        chapter.count(book.ROOT)
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"), [(["--book", "nowhere"], "--book nowhere"), (["--show", "nothing"], "--show: ")]
-)
-def test_bad_input_is_named_with_its_flag(
-    flags: list[str], named: str, capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        chapter.main(flags)
-    printed = capsys.readouterr()
-    assert (ended.value.code, printed.out) == (2, "")
-    assert named in printed.err.splitlines()[-1]
 
 
 # ----------------------------------------------------------------------------- what Lightning does unasked
