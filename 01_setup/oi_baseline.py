@@ -4,7 +4,6 @@ It depends on the data, the patches and the method, and on no training run. So i
 beside the climatology, in a file whose name holds a checksum of all three.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -78,10 +77,7 @@ def rmse_of(
     mean_squares = std**2 * squares / weights
     if not np.isfinite(mean_squares).all():
         raise DataError("its errors are not finite")
-    rmse = {}
-    for unit, numbers in data.units.items():
-        rmse[unit] = math.sqrt(mean_squares[numbers].mean())
-    return rmse
+    return data.rmse(mean_squares)
 
 
 def checksum(data: Data, samples: list[dict], corners: list[tuple[int, int]]) -> str:

@@ -8,7 +8,6 @@ You should see what train.py shows. Data, samples, network and loss are the same
 
 import csv
 import json
-import math
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -32,15 +31,14 @@ from steps import StepSampler
 from task import make_data
 
 PARTS = {"step", "options", "model", "optimizer", "schedule"}  # of a checkpoint
-TIMES = ["wait_seconds", "work_seconds"]
+COLUMNS = ["step", "loss", "learning_rate", "wait_seconds", "work_seconds"]
 
 
 def train(options: Options) -> dict:
     """Train, judge and draw; return the headline metrics."""
     began = perf_counter()
-    saved = None
-    if options.resume:
-        saved = load_checkpoint(options.resume, PARTS)
+    saved = load_checkpoint(options.resume, PARTS) if options.resume else None
+    if saved:
         options = compare(options, saved["options"])
     options, data = make_data(options)
     device = choose_device(options.accelerator)
@@ -96,8 +94,7 @@ def take_steps(
     name = f"resumed_at_{first_step}.csv" if options.resume else "metrics.csv"
     with open(folder / name, "w", buffering=1, newline="") as file:
         log = csv.writer(file)
-        columns = [f"rmse ({unit})" for unit in data.units]
-        log.writerow(["step", "loss", "learning_rate", *TIMES, *columns])
+        log.writerow(COLUMNS + [f"rmse ({unit})" for unit in data.units])
         for step in progress:
             learning_rate = schedule.get_last_lr()[0]
             asked = perf_counter()
@@ -163,10 +160,7 @@ def evaluate(
         squares += (batch["weight"] * error**2).sum(dim=(0, 2, 3)).cpu().double()
         weights += batch["weight"].sum().item()
     mean_squares = data.climatology.std**2 * squares.numpy() / weights
-    rmse = {}
-    for unit, numbers in data.units.items():
-        rmse[unit] = math.sqrt(mean_squares[numbers].mean())
-    return rmse
+    return data.rmse(mean_squares)
 
 
 def save(step: int, state: dict, options: Options) -> None:

@@ -9,7 +9,6 @@ process gives. It is chapter 1's loop and eight more lines, marked DDP 1 to DDP 
 
 import csv
 import json
-import math
 import os
 from contextlib import nullcontext
 from datetime import timedelta
@@ -40,16 +39,15 @@ from task import make_data
 from workers import worker_options
 
 PARTS = {"step", "options", "model", "optimizer", "schedule"}  # of a checkpoint
-TIMES = ["wait_seconds", "work_seconds"]
+COLUMNS = ["step", "loss", "learning_rate", "wait_seconds", "work_seconds"]
 
 
 @record  # torchrun then reports the first error of all ranks
 def train(options: Options) -> dict:
     """Train, judge and draw; return the headline metrics on rank 0."""
     began = perf_counter()
-    saved = None
-    if options.resume:
-        saved = load_checkpoint(options.resume, PARTS)
+    saved = load_checkpoint(options.resume, PARTS) if options.resume else None
+    if saved:
         options = compare(options, saved["options"])
     options, data = make_data(options)
     device, backend = choose_device(options.accelerator)
@@ -118,8 +116,8 @@ def take_steps(
     folder = Path(options.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     steps = range(first_step, options.max_steps)
-    shown = {"unit": "step", "disable": rank > 0}
-    progress = tqdm(steps, initial=first_step, total=options.max_steps, **shown)
+    shown = {"total": options.max_steps, "unit": "step", "disable": rank > 0}
+    progress = tqdm(steps, initial=first_step, **shown)
     waits = 0.0
     works = 0.0
     name = f"resumed_at_{first_step}" if options.resume else "metrics"
@@ -127,8 +125,7 @@ def take_steps(
     path = folder / f"{name}_rank_{rank}.csv"
     with open(path, "w", buffering=1, newline="") as file:
         log = csv.writer(file)
-        columns = [f"rmse ({unit})" for unit in data.units]
-        log.writerow(["step", "loss", "learning_rate", *TIMES, *columns])
+        log.writerow(COLUMNS + [f"rmse ({unit})" for unit in data.units])
         for step in progress:
             learning_rate = schedule.get_last_lr()[0]
             asked = perf_counter()
@@ -219,11 +216,10 @@ def evaluate(
     network: nn.Module, data: Data, patches: PatchDataset, device: torch.device
 ) -> dict[str, float]:
     """The RMSE in each unit, over all unseen cells: from squares and weights of all ranks."""
-    rank = distributed.get_rank()
-    world_size = distributed.get_world_size()
     variables = len(data.climatology.std)
     sums = torch.zeros(variables + 1, dtype=torch.float64, device=device)
-    for batch in eval_loader(patches, rank, world_size):
+    share = (distributed.get_rank(), distributed.get_world_size())
+    for batch in eval_loader(patches, *share):
         batch = move(batch, device)
         error = network(batch["input"]) - batch["target"]
         sums[:-1] += (batch["weight"] * error**2).sum(dim=(0, 2, 3))
@@ -231,10 +227,7 @@ def evaluate(
     distributed.all_reduce(sums)  # DDP 7: no mean of RMSEs
     *squares, weights = sums.tolist()
     mean_squares = data.climatology.std**2 * squares / weights
-    rmse = {}
-    for unit, numbers in data.units.items():
-        rmse[unit] = math.sqrt(mean_squares[numbers].mean())
-    return rmse
+    return data.rmse(mean_squares)
 
 
 def save(step: int, state: dict, options: Options) -> None:

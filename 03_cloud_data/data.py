@@ -239,6 +239,13 @@ class Data:
     climatology: Climatology
     units: dict[str, list[int]]  # of each unit: the numbers of its variables
 
+    def rmse(self, mean_squares: np.ndarray) -> dict[str, float]:
+        """In each unit, from the mean squared error of each variable, (variables,)."""
+        pooled = {}
+        for unit, numbers in self.units.items():
+            pooled[unit] = float(np.sqrt(mean_squares[numbers].mean()))
+        return pooled
+
     def climatology_shares(self) -> dict[str, float]:
         """Of the valid cells, the share that has a climatology, by month of all periods."""
         periods = (self.training, self.validation, self.test)

@@ -47,9 +47,7 @@ def baselines(
         raise DataError(NOTHING_TO_JUDGE)
     rmse: dict[str, dict[str, float]] = {}
     for name, square in squares.items():
-        rmse[name] = {}
-        for unit, numbers in data.units.items():
-            rmse[name][unit] = float(np.sqrt(square[numbers].mean() / weights))
+        rmse[name] = data.rmse(square / weights)
     return rmse | oi_baseline(data, patches, samples, folder)
 
 

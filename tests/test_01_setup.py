@@ -33,7 +33,7 @@ with book.rooms("01_setup"):
     import train
     import train_by_hand
     from local_file import FileReader
-    from model import FillGaps, UNet, learning_rate_factor
+    from model import FillGaps, UNet, learning_rate_factor, masked_loss
     from options import VARIABLES, Options, parse_options
     from sampling import epoch_order
     from steps import StepSampler
@@ -127,6 +127,50 @@ def test_climatology_and_masked_cells_come_from_the_training_times_only(tmp_path
     in_training = one.reader.values[one.training.positions]
     mean = in_training.reshape(8, 12, *in_training.shape[1:]).mean(axis=0, dtype="float64")
     np.testing.assert_allclose(one.climatology.mean, mean, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- the loss
+
+
+def batch_of(unseen_shares: tuple[float, ...], errors: tuple[float, ...]) -> tuple[torch.Tensor, dict]:
+    """A prediction of zeros and a batch whose samples have these shares of unseen rows and these errors.
+
+    All of them lie at 60 degrees of latitude, where the weight is a half.
+    """
+    seen = torch.stack([(torch.arange(10) >= 10 * share).float() for share in unseen_shares])
+    seen = seen[:, None, :, None].expand(-1, 1, -1, 4)
+    target = torch.tensor(errors)[:, None, None, None].expand(-1, 2, 10, 4)
+    return torch.zeros_like(target), {
+        "input": torch.cat([target * seen, seen], dim=1),
+        "target": target,
+        "unseen": 1 - seen,
+        "weight": (1 - seen) / 2,
+    }
+
+
+def test_the_loss_is_one_mean_over_all_unseen_cells_not_a_mean_of_means() -> None:
+    prediction, batch = batch_of((0.9, 0.1), (1.0, 3.0))
+    assert masked_loss(prediction, batch).item() == pytest.approx((0.9 * 1 + 0.1 * 9) / 2)
+    alone = [
+        masked_loss(prediction[k : k + 1], {name: part[k : k + 1] for name, part in batch.items()})
+        for k in range(2)
+    ]
+    assert torch.stack(alone).mean().item() == pytest.approx((1 + 9) / 2 / 2)  # what it must not be
+
+
+def test_the_loss_ignores_what_was_seen() -> None:
+    prediction, batch = batch_of((0.5,), (2.0,))
+    prediction.requires_grad_()
+    masked_loss(prediction, batch).backward()
+    assert prediction.grad[:, :, :5].all()
+    assert not prediction.grad[:, :, 5:].any()
+
+
+def test_a_batch_of_masked_cells_only_teaches_nothing() -> None:
+    prediction, batch = batch_of((0.0,), (1.0,))
+    prediction.requires_grad_()
+    masked_loss(prediction, batch).backward()
+    assert not prediction.grad.any()  # a NaN is true
 
 
 # --------------------------------------------------------------------------------- as a reader runs it

@@ -10,10 +10,10 @@ from argparse import Namespace
 from pathlib import Path
 
 import book
-import checks
 import kubernetes_validate
 import pytest
 import slots
+import store_checks
 import yaml
 from options import Options
 from run_options import make_parser
@@ -103,7 +103,7 @@ def test_each_node_starts_train_py_with_its_rank_and_the_place_to_meet(launcher,
     assert 1024 <= int(place[2]) < 65536
     assert (flags.devices, flags.num_nodes) == (8, 2)
     slots.set_slots(flags)  # exits if the batch is too small for the ranks
-    checks.check_secrets(flags, "store", "checkpoint_dir")
+    store_checks.check_secrets(flags, "store", "checkpoint_dir")
     checks.check_store("--store", flags.store)
     checks.check_server(flags, "checkpoint_dir")
     reserved = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}  # with these Lightning would start no processes itself

@@ -26,7 +26,7 @@ CHAPTER = book.ROOT / "06_whats_next"
 TASKS = ("winds", "blank")
 # What the book keeps to itself.
 THE_BOOKS = {"README.md", "demo_store.py", "new_project.py", "notebook.ipynb", "project_template"}
-THE_BOOKS |= {"results", "ruff.toml", "studies"}
+THE_BOOKS |= {"results", "studies"}
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

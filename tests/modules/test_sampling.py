@@ -1,6 +1,7 @@
 """Which sample is which, and what a satellite sees of it."""
 
 import numpy as np
+import pytest
 from sampling import SWATH_WIDTH, TRACK_SLOPE, TRACK_SPACING, PatchSpace, sample, swath_masks
 
 SPACE = PatchSpace(rows=5, columns=40, size=16)
@@ -34,3 +35,28 @@ def test_swaths_are_slanted_stripes_over_about_a_third_of_the_patch() -> None:
         np.testing.assert_allclose(np.abs(line - line[0]), TRACK_SLOPE * np.arange(64), atol=1)
         leans.add(np.sign(line[-1] - line[0]))
     assert leans == {-1, 1}
+
+
+def test_a_sample_depends_on_nothing_but_seed_step_and_k() -> None:
+    space = PatchSpace(rows=10, columns=144, size=64)
+    addresses = [(step, k) for step in (0, 7, 1000) for k in range(8)]
+
+    def draw(seed: int, order: list[tuple[int, int]]) -> dict:
+        return {each: sample(seed, *each, batch_size=8, n_times=96, space=space) for each in order}
+
+    forward, backward = draw(5, addresses), draw(5, addresses[::-1])
+    other = draw(6, addresses)
+    for address in addresses:
+        one, same = forward[address], backward[address]
+        assert one[:3] == same[:3]
+        np.testing.assert_array_equal(one.seen, same.seen)
+    for name in ("row", "column", "time"):
+        drawn = [[getattr(patches[each], name) for each in addresses] for patches in (forward, other)]
+        assert drawn[0] != drawn[1], name
+    assert len({patch.seen.tobytes() for patch in forward.values()}) == len(addresses)
+
+
+@pytest.mark.parametrize("size", range(16, 73, 4))
+def test_every_patch_size_has_something_to_see(size: int) -> None:
+    masks = swath_masks(np.random.default_rng(size), 2000, size)
+    assert masks.sum(axis=(1, 2)).min() >= size
