@@ -104,8 +104,8 @@ def test_each_node_starts_train_py_with_its_rank_and_the_place_to_meet(launcher,
     assert (flags.devices, flags.num_nodes) == (8, 2)
     slots.set_slots(flags)  # exits if the batch is too small for the ranks
     store_checks.check_secrets(flags, "store", "checkpoint_dir")
-    checks.check_store("--store", flags.store)
-    checks.check_server(flags, "checkpoint_dir")
+    store_checks.check_store("--store", flags.store)
+    store_checks.check_server(flags, "checkpoint_dir")
     reserved = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}  # with these Lightning would start no processes itself
     assert not reserved & command_of(launcher, node)[2].keys()
 
