@@ -9,7 +9,8 @@ that are chosen on the validation times. A GPU takes minutes, two cores many hou
 
 Each recipe is trained by every one of --seeds. With --test, the one with the lowest RMSE on
 the validation times is judged on the test times, beside those that know nothing of OI's
-fill. The variables are the wind's: u, then v. --recipes names others that were tried.
+fill. --checkpoint adds the network of a run of train.py; --recipes names what else was
+tried, or nothing. The variables are the wind's: u, then v.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from statistics import mean
 from time import perf_counter
 from typing import NamedTuple
@@ -34,6 +36,7 @@ from location import Location
 from model import UNet, conv_block, learning_rate_factor, masked_sums
 from oi_baseline import rmse_of
 from options import Options
+from predict.maps import load_model
 from results import save_rows
 from sampling import epoch_order
 from studies.filled_patches import APART, TOGETHER, FilledPatches, Judge, Tensors
@@ -228,6 +231,11 @@ class Contest:
         began = perf_counter()
         networks = [train(recipe, seed, self.filled, steps) for seed in seeds]
         details = {"recipe": asdict(recipe), "seconds": perf_counter() - began}
+        self.add_trained(name, networks, recipe, details)
+
+    def add_trained(
+        self, name: str, networks: list[nn.Module], recipe: Recipe, details: dict
+    ) -> None:
         self.add(Entry(name, partial(of_networks, networks, recipe, 1), details))
         share = choose_share(networks, recipe, self.filled, self.judge)
         answer = partial(of_networks, networks, recipe, share)
@@ -263,6 +271,10 @@ def study(
     contest = Contest(filled, judge, partial(keep, own.save_results, command))
     for fill in (APART, TOGETHER):
         contest.add(Entry(f"OI, {fill}", partial(of_fill, fill), {}))
+    if own.checkpoint:
+        model, _ = load_model(own.checkpoint)
+        network = model.model.to(device)
+        contest.add_trained(f"{ALONE}, kept", [network], RECIPES[ALONE], {})
     for name in own.recipes:
         contest.add_networks(name, own.seeds, own.steps)
     if own.test:
@@ -288,7 +300,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(add_help=False)  # train.py's has the help
     add = parser.add_argument
     names = [*RECIPES, *TRIED]
-    add("--recipes", nargs="+", choices=names, default=list(RECIPES))
+    add("--checkpoint", type=Path)
+    add("--recipes", nargs="*", choices=names, default=list(RECIPES))
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--places", type=int, default=3000)  # where patches to learn from lie
     add("--steps", type=int, default=sys.maxsize)  # at most

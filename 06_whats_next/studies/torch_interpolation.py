@@ -43,10 +43,11 @@ class TorchInterpolator:
         self.size = size
         self.groups = [torch.tensor(group, device=device) for group in groups]
         # The rows of all variables, one below the other, so that each two of them meet.
-        stacked = anomalies.reshape(times, 1, variables * rows, columns)
+        stacked = anomalies.reshape(times, 1, -1, columns)
         zonal = zonal_covariance(stacked, wraps, size)
-        shape = (variables, rows, variables, rows, 2 * size - 1)
-        self.zonal = torch.from_numpy(zonal).reshape(shape).to(device)
+        zonal = torch.from_numpy(zonal)
+        zonal = zonal.reshape(variables, rows, variables, rows, -1)
+        self.zonal = zonal.to(device)
         cells = torch.arange(size, device=device)
         self.rows = cells.repeat_interleave(size)  # of each cell of a patch
         self.columns = cells.repeat(size)
@@ -61,16 +62,19 @@ class TorchInterpolator:
         """
         device = self.anomalies.device
         known = torch.from_numpy(seen.ravel()).to(device)
-        cells = torch.from_numpy(values).to(device).flatten(2)
+        cells = torch.from_numpy(values).to(device)
+        cells = cells.flatten(2)
         filled = torch.zeros_like(cells)
         if not seen.any():
             return filled.reshape(values.shape)
         for numbers in self.groups:
             covariance = self.covariance(row, column, known, numbers)
-            observed = cells[:, numbers][..., known].flatten(1)
-            among_seen = covariance[:, known.repeat(len(numbers))]
+            of_all = known.repeat(len(numbers))
+            among_seen = covariance[:, of_all]
+            chosen = cells[:, numbers]
+            observed = chosen[..., known].flatten(1)
             expected = interpolate(among_seen, covariance, observed)
-            filled[:, numbers] = expected.reshape(len(values), len(numbers), -1)
+            filled[:, numbers] = expected.reshape(chosen.shape)
         filled *= ~known
         return filled.reshape(values.shape)
 
@@ -78,36 +82,44 @@ class TorchInterpolator:
         self, row: int, column: int, known: torch.Tensor, numbers: torch.Tensor
     ) -> torch.Tensor:
         """Of each seen cell with every cell, of all these variables."""
-        sample = self.cut(row, column)[:, numbers].flatten(2)
+        sample = self.cut(row, column)
+        sample = sample[:, numbers].flatten(2)
         times, variables, cells = sample.shape
         sample = sample / times**0.5  # products add up to a mean
         observed = sample[..., known].flatten(1)
-        shape = (variables, -1, variables, cells)
-        covariance = (observed.T @ sample.flatten(1)).reshape(shape)
+        covariance = observed.T @ sample.flatten(1)
+        covariance = covariance.reshape(variables, -1, variables, cells)
         first = self.rows[known][:, None]
+        rows_apart = self.rows - first
         columns_apart = self.columns - self.columns[known][:, None]
-        covariance *= LOCAL_SHARE * taper(self.rows - first, columns_apart)[:, None]
+        trust = taper(rows_apart, columns_apart)
+        covariance *= LOCAL_SHARE * trust[:, None]
 
         bottom = row + self.size
+        zonal = self.zonal[:, row:bottom, :, row:bottom]
+        zonal = (1 - LOCAL_SHARE) * zonal
         lag = columns_apart + self.size - 1
-        zonal = (1 - LOCAL_SHARE) * self.zonal[:, row:bottom, :, row:bottom]
         for n, one in enumerate(numbers):
             for m, other in enumerate(numbers):
-                covariance[n, :, m] += zonal[one, first, other, self.rows, lag]
+                part = covariance[n, :, m]
+                part += zonal[one, first, other, self.rows, lag]
                 if n != m:
-                    covariance[n, :, m] *= CROSS_SHARE
+                    part *= CROSS_SHARE
         return covariance.reshape(-1, variables * cells)
 
     def cut(self, row: int, column: int) -> torch.Tensor:
         """The patch at all times, across the map's seam if need be."""
         width = self.anomalies.shape[-1]
-        columns = (self.columns[: self.size] + column) % width
-        return self.anomalies[:, :, row : row + self.size, columns]
+        bottom = row + self.size
+        columns = column + self.columns[: self.size]
+        return self.anomalies[:, :, row:bottom, columns % width]
 
 
 def taper(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """The trust in a sample, by how far two cells lie apart: optimal_interpolation.taper."""
-    distance = 3**0.5 * torch.hypot(rows / TAPER_ROWS, columns / TAPER_COLUMNS)
+    rows = rows / TAPER_ROWS
+    columns = columns / TAPER_COLUMNS
+    distance = 3**0.5 * torch.hypot(rows, columns)
     return (1 + distance) * torch.exp(-distance)
 
 
