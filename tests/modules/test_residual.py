@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import book
 import numpy as np
 import pytest
 import torch
@@ -117,3 +118,15 @@ def test_the_study_trains_and_tests_what_it_chose(store: Path, tmp_path: Path) -
     tested = {row["what"] for row in rows if "test" in row}
     assert chosen["what"] in tested
     assert {"OI, apart", "OI, together", residual.ALONE} <= tested
+
+
+def test_the_committed_networks_improve_on_oi_where_they_are_mixed_with_it() -> None:
+    """On the validation year. Longer training makes the network worse by itself, and its mix better."""
+    rows = {row["what"]: row for row in book.results("06_whats_next/results/residual.json")["rows"]}
+    rmse = {name: sum(each) / len(each) for name, row in rows.items() if (each := row["validation"]["seeds"])}
+    for fill, name in (("OI, apart", "OI + network, apart"), ("OI, together", "OI + network")):
+        assert len(rows[name]["validation"]["seeds"]) == 3
+        assert rmse[f"{name}, mixed"] < 0.985 * rmse[fill]
+    assert rmse["OI, together"] < 0.98 * rmse["OI, apart"]
+    assert rmse["OI + network, mixed"] < 0.85 < rmse["OI + network"]
+    assert rmse["OI + network, mixed"] < rmse["network alone, kept, mixed"]
