@@ -65,7 +65,7 @@ def test_each_file_of_the_chapter_is_in_it_or_is_declared_to_be_left_out(project
 def test_each_test_of_a_module_is_in_it_or_is_of_what_is_left_out(projects: dict[str, Path]) -> None:
     tests = {path.name for path in (book.TESTS / "modules").glob("test_*.py")}
     copied = {task: {path.name for path in (projects[task] / "tests").glob("test_*.py")} for task in TASKS}
-    of_book = "failing_bucket moving_average programs skill studies".split()
+    of_book = "failing_bucket moving_average programs residual skill studies".split()
     assert tests - copied["winds"] == {f"test_{name}.py" for name in of_book}
     of_any_task = (
         "block_loader block_order checkpoints clock diary errors heartbeat plan preemption resume".split()
