@@ -15,8 +15,8 @@ from tqdm import tqdm
 from data import Data, PatchDataset
 from errors import DataError
 from fields import Period
+from interpolator import make_interpolator
 from sampling import Patch
-from store_interpolation import make_interpolator
 from studies.torch_interpolation import TorchInterpolator
 
 APART = "apart"  # u is filled from u, and v from v

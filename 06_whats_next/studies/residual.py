@@ -30,7 +30,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from command_line import call_with_store, run
+from command_line import call_with_store
+from ending import run
 from errors import refuse
 from location import Location
 from model import UNet, conv_block, learning_rate_factor, masked_sums

@@ -6,8 +6,8 @@ import book
 import numpy as np
 import pytest
 import torch
+from interpolator import Interpolator
 from made_up_winds import SIZE, flags_for, make_datamodule, make_winds, write
-from store_interpolation import Interpolator
 from studies import residual
 from studies.filled_patches import APART, TOGETHER, FilledPatches
 from studies.torch_interpolation import TorchInterpolator
