@@ -1,26 +1,23 @@
 """What goes wrong on two ranks, beside the right way, and the help of each of chapter 2's programs."""
 
-import importlib
+from importlib import import_module
 
 import book
 import pytest
-from runs import load
 
-CHAPTER = book.ROOT / "02_multi_gpu"
 PROGRAMS = ["train", "train_ddp_by_hand", "scaling", "predict_scaling", "wrong_ways"]
 
 
-@pytest.fixture(scope="module")
-def module():
-    """module(name) imports one of the chapter's scripts, which the processes that it spawns find, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(CHAPTER))
-        yield importlib.import_module
+@pytest.fixture(scope="module", autouse=True)
+def chapter():
+    """The chapter's modules, which the processes that they spawn find, too."""
+    with book.rooms("02_multi_gpu"):
+        yield
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_help_of_every_program(name: str, module, capsys: pytest.CaptureFixture[str]) -> None:
-    main = load(f"02_multi_gpu/{name}.py", f"chapter_02_{name}").main
+def test_help_of_every_program(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main = import_module(name).main
     with pytest.raises(SystemExit, match="0"):
         getattr(main, "__wrapped__", main)(["--help"])  # @record keeps an exit with code 0 to itself
     assert "Chapter 2" in capsys.readouterr().out
@@ -30,9 +27,9 @@ def test_help_of_every_program(name: str, module, capsys: pytest.CaptureFixture[
 
 
 @pytest.fixture(scope="module")
-def ways(module) -> dict[str, dict]:
+def ways(chapter) -> dict[str, dict]:
     """What wrong_ways.py finds on this machine, by way."""
-    return {row["way"]: row for row in module("wrong_ways").main([])}
+    return {row["way"]: row for row in import_module("wrong_ways").main([])}
 
 
 GRADIENTS = ["mean_of_means", "accumulated_mean_of_means", "batch_norm"]

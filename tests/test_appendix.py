@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 FOLDER = book.ROOT / "appendix"
-PICTURES = 7
+PICTURES = 6
 # What gpu_day.py imports: no commands. And what takes long, or needs a GPU: tests of their own run these.
 MODULES = [path.name for path in book.files("appendix/gpu_*.py") if path.name != "gpu_day.py"]
 LONG = ["gpu_day.py", "ladder.py"]

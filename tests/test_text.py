@@ -177,7 +177,7 @@ def test_code_lines_counts_code_alone() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=relative)
 def test_a_script_is_short_enough_to_read(script: Path) -> None:
-    assert code_lines(script.read_text()) < MAX_CODE_LINES
+    assert code_lines(script.read_text()) <= MAX_CODE_LINES
 
 
 @pytest.mark.parametrize(("before", "chapter"), [("", book.CHAPTERS[0]), *pairwise(book.CHAPTERS)])
