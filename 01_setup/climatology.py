@@ -114,7 +114,7 @@ def average_values(
     constant: str,
 ) -> Climatology:
     """The climatology of values in memory, (times, variables, H, W)."""
-    least = LEAST_VALUES if missing == "mask" else 1
+    least = LEAST_VALUES if missing == "mask" else 2
     sums = MonthlySums(*values.shape[1:])
     sums.add(values.swapaxes(0, 1), months)
     mean, std, is_constant = sums.average(least, constant)

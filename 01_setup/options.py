@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from arguments import add_options, names_that_decide, option
-from checks import check_folder
+from checks import check_folder, check_local
 from errors import program, refuse
 
 # What you change for data of your own, here or by flags.
@@ -151,6 +151,7 @@ def parse_options(
     args.variables = list(each_once)
     if args.accelerator == "gpu" and not torch.accelerator.is_available():
         refuse("--accelerator gpu: this machine has none; give auto or cpu")
+    check_local("--store", args.store)
     check_folder("--output-dir", args.output_dir)
     args.resume = find_checkpoint(args.resume, args.output_dir)
     return Options(**vars(args))

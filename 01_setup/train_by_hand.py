@@ -3,7 +3,7 @@
     uv run python train_by_hand.py              # about a minute on two CPU cores
     uv run python train_by_hand.py --resume     # after a kill: go on, and end at the same weights
 
-You should see what train.py shows. Data, samples, network and loss are the same modules'.
+You should see the summary of train.py. Both use the same modules for data, network and loss.
 """
 
 import csv
@@ -55,6 +55,7 @@ def train(options: Options) -> dict:
 
     first_step = saved["step"] if saved else 0
     metrics = {"steps": options.max_steps}
+    metrics["climatology_shares"] = data.climatology_shares()
     metrics |= take_steps(first_step, state, options, data, device)
     metrics["peak_memory_gb"] = peak_memory_gb()
     metrics["seconds"] = perf_counter() - began
@@ -114,7 +115,7 @@ def take_steps(
             if taken % options.validate_every == 0:
                 rmse = evaluate(model, data, validation, device)
             if taken % options.log_every == 0 or rmse:
-                progress.set_postfix(loss=loss.item(), **rmse)
+                progress.set_postfix({"loss": loss.item()} | rmse)
                 row = [step, loss.item(), learning_rate, wait, work]
                 log.writerow([*row, *rmse.values()])
             if taken % options.checkpoint_every == 0:
@@ -167,7 +168,10 @@ def save(step: int, state: dict, options: Options) -> None:
     """Write last.ckpt: all that a run needs to go on."""
     parts = {name: part.state_dict() for name, part in state.items()}
     saved = {"step": step, "options": vars(options), **parts}
-    torch.save(saved, Path(options.output_dir, "last.ckpt"))
+    path = Path(options.output_dir, "last.ckpt")
+    part = path.with_suffix(".part")
+    torch.save(saved, part)
+    part.replace(path)  # whole, or as it was
 
 
 def main(argv: list[str] | None = None) -> dict:

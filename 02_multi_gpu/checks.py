@@ -10,7 +10,7 @@ from errors import refuse
 def check_local(flag: str, folder: str) -> None:
     """Refuse a URL, which would be taken for a path."""
     if "://" in folder:
-        refuse(f"{flag} {folder}: give a folder of this machine")
+        refuse(f"{flag} {folder}: a URL; give a path of this machine")
 
 
 def check_folder(flag: str, folder: str) -> None:

@@ -104,5 +104,8 @@ def run(main: Callable[[], object]) -> None:
         main()
     except SystemExit as end:
         code = end.code or 0
+    except KeyboardInterrupt:
+        print("\nstopped by Ctrl-C", file=sys.stderr)
+        code = 130  # as a shell has it
     sys.stdout.flush()
     os._exit(code)

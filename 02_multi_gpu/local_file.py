@@ -5,7 +5,7 @@ import xarray as xr
 
 from climatology import check_finite
 from decoding import decode, explain_limits, find_limits
-from errors import DataError
+from errors import DataError, first_line
 from fields import Period, explain_bounds, list_variables, select_variables
 from levels import select_level
 
@@ -29,7 +29,7 @@ class FileReader:
             with xr.open_dataset(path, decode_cf=False) as stored:
                 self.fields, self.values = self.load(stored, level)
         except (OSError, RuntimeError, ValueError) as error:
-            reason = f"cannot be read ({type(error).__name__})"
+            reason = f"cannot be read ({type(error).__name__}: {first_line(error)})"
             raise DataError(f"{reason}; give a whole NetCDF file") from error
 
     def load(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import add_options, names_that_decide, option
-from checks import check_folder
+from checks import check_folder, check_local
 from devices import check_batch_size, set_devices
 from errors import program
 from workers import check_start_method
@@ -172,6 +172,7 @@ def parse_options(
     set_devices(args)
     check_batch_size(args)
     check_start_method(args.start_method)
+    check_local("--store", args.store)
     check_folder("--output-dir", args.output_dir)
     args.resume = find_checkpoint(args.resume, args.output_dir)
     return Options(**vars(args))

@@ -67,6 +67,7 @@ def train(options: Options) -> dict:
 
     first_step = saved["step"] if saved else 0
     metrics = {"steps": options.max_steps}
+    metrics["climatology_shares"] = data.climatology_shares()
     metrics |= take_steps(first_step, model, state, options, data, device)
     metrics["peak_memory_gb"] = peak_memory_gb()
     metrics["seconds"] = perf_counter() - began
@@ -147,7 +148,7 @@ def take_steps(
             if taken % options.log_every == 0 or rmse:
                 distributed.all_reduce(loss)
                 mean = loss.item() / world_size
-                progress.set_postfix(loss=mean, **rmse)
+                progress.set_postfix({"loss": mean} | rmse)
                 row = [step, mean, learning_rate, wait, work]
                 log.writerow([*row, *rmse.values()])
             if taken % options.checkpoint_every == 0:
@@ -235,7 +236,10 @@ def save(step: int, state: dict, options: Options) -> None:
     if distributed.get_rank() == 0:  # DDP 8: one writes, and enters no collective here
         parts = {name: part.state_dict() for name, part in state.items()}
         saved = {"step": step, "options": vars(options), **parts}
-        torch.save(saved, Path(options.output_dir, "last.ckpt"))
+        path = Path(options.output_dir, "last.ckpt")
+        part = path.with_suffix(".part")
+        torch.save(saved, part)
+        part.replace(path)  # whole, or as it was
 
 
 def main(argv: list[str] | None = None) -> dict:

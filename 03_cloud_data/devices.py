@@ -30,6 +30,9 @@ def set_devices(args: argparse.Namespace) -> None:
         )
     args.devices = args.devices or launched or (available if on_gpu else 1)
     nodes = read_environment("GROUP_WORLD_SIZE", "SLURM_NNODES")
+    if nodes and args.num_nodes not in (None, nodes):
+        reason = f"the launcher has {nodes}; leave --num-nodes out"
+        refuse(f"--num-nodes {args.num_nodes}: {reason}")
     args.num_nodes = args.num_nodes or nodes or 1
 
 

@@ -13,7 +13,8 @@ from options import RESUME_KEYS, STORE_DEFAULTS, Options
 
 # Under this name Lightning keeps what the data module has saved: all options of the run.
 OPTIONS = "datamodule_hyper_parameters"
-PARTS = {"global_step", "optimizer_states", "hyper_parameters", OPTIONS}
+PARTS = {"global_step", "state_dict", "optimizer_states", "lr_schedulers"}
+PARTS |= {"hyper_parameters", OPTIONS}
 
 
 class StepCheckpoint(ModelCheckpoint):
@@ -68,7 +69,7 @@ def load_checkpoint(path: str, parts: set[str]) -> dict:
         raise CheckpointError(reason) from error
     if missing:
         listed = ", ".join(sorted(missing))
-        raise CheckpointError(f"has no {listed}; give one that this chapter wrote")
+        raise CheckpointError(f"has no {listed}; give one that this script wrote")
     return saved
 
 

@@ -9,6 +9,7 @@ import sys
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import book
 import programs
@@ -30,6 +31,8 @@ from runs import (
 with book.rooms("02_multi_gpu"):
     import train as by_lightning
     import train_ddp_by_hand
+    from datamodule import eval_loader
+    from options import RESUME_KEYS
     from steps import StepSampler
 
 CHAPTER = book.ROOT / "02_multi_gpu"
@@ -120,6 +123,13 @@ def test_the_pieces_of_all_ranks_are_the_batch() -> None:
             assert min(sizes) > 0
             assert max(sizes) - min(sizes) <= 1
         assert {len(of_rank) for of_rank in pieces} == {2 * accumulate}
+
+
+def test_each_evaluation_patch_is_on_one_rank_and_what_decides_is_compared() -> None:
+    dataset = range(0, 7)
+    shares = [eval_loader(SimpleNamespace(batch_size=7), rank, 2).sampler for rank in (0, 1)]
+    assert sorted(chain(*shares)) == [(0, k) for k in dataset]
+    assert {"missing", "accumulate_grad_batches"} <= set(RESUME_KEYS)
 
 
 # In train_step, a rank's own count in the place of all ranks': the average of their own quotients.
@@ -290,6 +300,13 @@ BAD_INPUT = {  # script, flags, ranks that torchrun has started, what the last l
         3,
         "--batch-size 5: 3 devices x 1 nodes x 2 micro-batches need at least 6",
     ),
+    "other nodes than the launcher's": (
+        LIGHTNING,
+        "--num-nodes 2",
+        2,
+        "--num-nodes 2: the launcher has 1; leave --num-nodes out",
+    ),
+    "fork": (LIGHTNING, "--start-method fork", None, "--start-method fork: fork copies no threads"),
     "no micro-batch": (
         LIGHTNING,
         "--accumulate-grad-batches 0",
@@ -310,7 +327,7 @@ def last_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     """Call main of a script, with flags and as torchrun would on some ranks; what it says last of bad input."""
 
     def call(script: str, ranks: int | None, *flags: object) -> str:
-        here = ALONE | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        here = ALONE | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": "1"}
         for name, value in (here if ranks else {}).items():
             monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:

@@ -65,8 +65,7 @@ def test_halves_agree_with_the_whole_but_for_rounding(measured: dict) -> None:
 @thorough
 def test_the_timeline_has_each_rank_with_and_without_a_straggler(measured: dict) -> None:
     rows = measured["timeline"]
-    found = {(row["rank"], row["straggler"]) for row in rows}
-    assert found == {(0, False), (1, False), (0, True), (1, True)}
+    assert {(row["rank"], row["straggler"]) for row in rows} == {(0, False), (1, False), (0, True), (1, True)}
     for row in rows:
         assert 0 <= row["data"] <= row["forward"] <= row["backward"] <= row["optimizer"]
         for ready, done in row["buckets"]:

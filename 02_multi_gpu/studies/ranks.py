@@ -8,6 +8,7 @@ from datetime import timedelta
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import RLock
 from time import perf_counter
 from typing import Any
 
@@ -106,6 +107,7 @@ def run_rank(
 ) -> None:
     """What each process does. Rank 0 writes rows.json into the folder."""
     silence()
+    tqdm.set_lock(RLock())  # its own is between processes, and this one ends abruptly
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(number)  # choose_device reads it
     device, backend = choose_device(settings.accelerator)
@@ -114,4 +116,6 @@ def run_rank(
     rows = measure(Rank(number, device, settings))
     if number == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
-    distributed.destroy_process_group()
+    distributed.barrier()  # nobody leaves while another rank still needs it
+    # To destroy the groups may abort: gloo's threads cannot end themselves.
+    os._exit(0)
