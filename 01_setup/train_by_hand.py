@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import evaluation
-from checkpoints import compare, load_checkpoint
-from clock import peak_memory_gb
+from checkpoints import compare, load_checkpoint, save_whole
+from clock import peak_memory_gb, rates
 from data import Data, PatchDataset
 from datamodule import eval_loader
 from ending import call, run
@@ -122,10 +122,7 @@ def take_steps(
                 save(taken, state, options)
     save(options.max_steps, state, options)
     samples = options.batch_size * (len(steps) - 1)
-    if samples <= 0:
-        return {}
-    seconds = waits + works
-    return {"samples_per_second": samples / seconds, "data_wait_share": waits / seconds}
+    return rates(samples, waits + works, waits)
 
 
 def train_loader(first_step: int, options: Options, data: Data) -> DataLoader:
@@ -169,9 +166,7 @@ def save(step: int, state: dict, options: Options) -> None:
     parts = {name: part.state_dict() for name, part in state.items()}
     saved = {"step": step, "options": vars(options), **parts}
     path = Path(options.output_dir, "last.ckpt")
-    part = path.with_suffix(".part")
-    torch.save(saved, part)
-    part.replace(path)  # whole, or as it was
+    save_whole(saved, path)
 
 
 def main(argv: list[str] | None = None) -> dict:

@@ -73,6 +73,13 @@ def load_checkpoint(path: str, parts: set[str]) -> dict:
     return saved
 
 
+def save_whole(saved: dict, path: Path) -> None:
+    """Write a checkpoint, or leave the one before as it was."""
+    part = path.with_suffix(".part")
+    torch.save(saved, part)
+    part.replace(path)
+
+
 def compare(options: Options, before: dict) -> Options:
     """The options of a run that goes on from one that had other options `before`."""
     now = take_over(STORE_DEFAULTS, before, asdict(options))

@@ -86,14 +86,16 @@ class StepClock(Callback):
         """
         if not self.batches:
             return {}
-        startup = {"startup_seconds": startup_seconds()}
         steps = self.batches / self.batches_per_step - 1
-        if steps <= 0:
-            return startup
-        return startup | {
-            "samples_per_second": batch_size * steps / self.seconds,
-            "data_wait_share": self.waits / self.seconds,
-        }
+        found = rates(batch_size * steps, self.seconds, self.waits)
+        return {"startup_seconds": startup_seconds()} | found
+
+
+def rates(samples: float, seconds: float, waits: float) -> dict[str, float]:
+    """Samples/s, and the share of the time spent waiting; {} without a sample."""
+    if samples <= 0:
+        return {}
+    return {"samples_per_second": samples / seconds, "data_wait_share": waits / seconds}
 
 
 def peak_memory_gb() -> float:

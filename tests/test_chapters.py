@@ -426,7 +426,10 @@ def test_a_store_that_has_grown_moves_no_period_of_a_run_that_goes_on(chapter: P
 DAMAGED = {  # what is put in a checkpoint's place, and what is said of it
     "no file": (lambda saved, path: None, "no such file; to start anew, give no --resume"),
     "its beginning": (lambda saved, path: path.write_bytes(saved.read_bytes()[:99999]), ".*; give a whole"),
-    "weights": (lambda saved, path: torch.save({"state_dict": {}}, path), "has no .*this chapter wrote"),
+    "weights": (
+        lambda saved, path: torch.save({"state_dict": {}}, path),
+        "has no .*this (chapter|script) wrote",
+    ),
     "a tensor": (lambda saved, path: torch.save(torch.ones(3), path), ".*; give "),
 }
 
