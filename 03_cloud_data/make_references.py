@@ -13,7 +13,6 @@ You should see how many chunks of how many bytes the snapshot refers to, and its
 """
 
 import argparse
-import warnings
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,7 +24,7 @@ from arguments import add_options, option
 from conversion.files import SourceFile, identify, list_files
 from conversion.options import FileOptions, check_places
 from conversion.sources import open_source
-from ending import KNOWN_WARNINGS
+from ending import silence
 from errors import DataError, refuse
 from icechunk_store import explain
 from location import Location
@@ -62,8 +61,7 @@ class Options(RepositoryOptions, FileOptions):
 def main(argv: list[str] | None = None) -> str:
     """Refer to the files that the command line names; errors end with code 2."""
     options = parse_options(argv)
-    for beginning in KNOWN_WARNINGS:
-        warnings.filterwarnings("ignore", beginning)
+    silence()
     icechunk.set_logs_filter("error")
     try:
         return refer(options)

@@ -14,9 +14,8 @@ studies/.
 """
 
 import gc
-import warnings
 
-from ending import KNOWN_WARNINGS
+from ending import silence
 from results import RESULTS, parse_studies, save_rows
 from studies.costs import patterns, server_alone
 from studies.references import references
@@ -57,8 +56,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
     args = parse_studies(__doc__.splitlines()[0], list(STUDIES), 3, argv)
     if args.quick:
         SIZE.update(QUICK)
-    for beginning in KNOWN_WARNINGS:
-        warnings.filterwarnings("ignore", beginning)
+    silence()
     found = {}
     for study in STUDIES:
         if study not in args.studies:

@@ -16,7 +16,7 @@ was read more than once.
 
 import warnings
 
-from ending import KNOWN_WARNINGS
+from ending import silence
 from results import RESULTS, parse_studies, save_rows
 from studies.final_loader import memory, wait
 from studies.growth import growth
@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
     args = parse_studies(__doc__.splitlines()[0], list(STUDIES), 3, argv)
     if args.quick:
         SIZE.update(QUICK)
-    for beginning in (*KNOWN_WARNINGS, MORE_WORKERS_THAN_CORES):
-        warnings.filterwarnings("ignore", beginning)
+    silence()
+    warnings.filterwarnings("ignore", MORE_WORKERS_THAN_CORES)
     found = {}
     for study in STUDIES:
         if study not in args.studies:

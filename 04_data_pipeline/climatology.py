@@ -114,11 +114,15 @@ def average_values(
     constant: str,
 ) -> Climatology:
     """The climatology of values in memory, (times, variables, H, W)."""
-    least = LEAST_VALUES if missing == "mask" else 2
     sums = MonthlySums(*values.shape[1:])
     sums.add(values.swapaxes(0, 1), months)
-    mean, std, is_constant = sums.average(least, constant)
+    mean, std, is_constant = sums.average(least_values(missing), constant)
     return Climatology(mean, std, variables, missing, is_constant)
+
+
+def least_values(missing: str) -> int:
+    """How many values of a month a climatology needs."""
+    return LEAST_VALUES if missing == "mask" else 2
 
 
 def describe_shares(shares: dict[str, float]) -> str:
@@ -142,7 +146,7 @@ def require_values(valid: np.ndarray) -> None:
 
 def require_times(training: Period, span: list[str], missing: str) -> None:
     """DataError if no month has so many training times as a climatology needs."""
-    least = LEAST_VALUES if missing == "mask" else 2
+    least = least_values(missing)
     most = np.bincount(training.months).max()
     if most < least:
         reason = f"no month has {least} times there, as a climatology needs"

@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 
 from command_line import make_location
-from ending import KNOWN_WARNINGS
+from ending import silence
 from options import Options, parse_options
 from studies.measuring import children, cpu_seconds
 from studies.readers import READERS
@@ -26,8 +26,8 @@ def measure(
 
     Then for half as long again, while memory is looked at.
     """
-    for beginning in (*KNOWN_WARNINGS, "This DataLoader will create"):
-        warnings.filterwarnings("ignore", beginning)
+    silence()
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     reader = READERS[name]
     if reader.package:
         import_module(reader.package)
