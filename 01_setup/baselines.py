@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import evaluation
 import optimal_interpolation
-from benchmark import EXTRA, UNIT, run_studies
+from benchmark import COMMON_FLAGS, UNIT, run_studies
 from data import Data, PatchDataset
 from interpolator import Interpolator, make_interpolator
 from model import FillGaps, UNet
@@ -54,7 +54,7 @@ Fill = Callable[[int], np.ndarray]  # of sample k, over the spread, (variables, 
 
 
 def fills(repeats: int) -> list[dict]:
-    """Every fill, on 1990, by which choices are made, and on the test years, by which none is."""
+    """The RMSE of every fill, on 1990 and on the test years. Only 1990 decides choices."""
     data = load_data()
     networks = all_networks()
     rows = compare(data, "test", networks)
@@ -98,14 +98,14 @@ class Judged:
         self.patches: PatchDataset = data.eval_patches(
             getattr(data, period), PATCH_SIZE, EVAL_SAMPLES
         )
-        number = min(number, VERY_FEW) if EXTRA else number
+        number = min(number, VERY_FEW) if COMMON_FLAGS else number
         self.numbers = range(number)
         self.samples = self.patches.__getitems__([(0, k) for k in self.numbers])
         parts = (data.reader, data.training, data.climatology, PATCH_SIZE)
         self.interpolator: Interpolator = make_interpolator(*parts)
 
     def rmse(self, filled: list[np.ndarray]) -> float:
-        """Of a fill of each sample, in m/s."""
+        """The RMSE of a fill of each sample, m/s."""
         return rmse_of(filled, self.samples, self.data)[UNIT]
 
     def by_oi(self, k: int, local_share: float, noise: float) -> np.ndarray:
@@ -216,7 +216,7 @@ def load_data() -> Data:
 
 
 def all_networks() -> dict[str, nn.Module]:
-    """By name, the longest-trained one last."""
+    """The networks by name, the longest-trained one last."""
     networks = {f"U-Net, {number:,} steps": trained(number) for number in STEPS}
     if FINAL.exists():
         networks["U-Net, 5,000 steps of 16"] = final_model()
@@ -225,18 +225,18 @@ def all_networks() -> dict[str, nn.Module]:
 
 def trained(steps: int) -> nn.Module:
     """The network after a run of so many steps, which is made unless it is there."""
-    folder = OUTPUTS / ("quick" if EXTRA else str(steps))
+    folder = OUTPUTS / ("quick" if COMMON_FLAGS else str(steps))
     if not (folder / "summary.json").exists():
         every = str(min(steps, 250))
         flags = ["--max-steps", str(steps), "--output-dir", str(folder)]
-        flags += ["--validate-every", every, "--checkpoint-every", every, *EXTRA]
+        flags += ["--validate-every", every, "--checkpoint-every", every, *COMMON_FLAGS]
         subprocess.run([sys.executable, "train.py", *flags], cwd=HERE, check=True)
     model = FillGaps.load_from_checkpoint(folder / "last.ckpt", map_location="cpu")
     return model.model.eval()
 
 
 def final_model() -> nn.Module:
-    """Chapter 6's, whose convolutions see zeros beyond the edge of a patch."""
+    """Chapter 6's final network, whose convolutions see zeros beyond the edge of a patch."""
     saved = torch.load(FINAL, map_location="cpu", weights_only=True)
     network = UNet(len(VARIABLES))
     weights = {}

@@ -21,6 +21,7 @@ from time import perf_counter
 
 from tqdm import tqdm
 
+import draw_map
 from evaluation import NETWORK
 from results import RESULTS, parse_studies, save_rows, spread
 
@@ -30,7 +31,7 @@ SCRIPTS = ("train_by_hand.py", "train.py")
 LONGER = "--max-steps 1500 --validate-every 250 --checkpoint-every 250"
 UNIT = "m/s"
 QUICK = "--max-steps 4 --validate-every 4 --eval-samples 24"
-EXTRA: list[str] = []  # flags of every run
+COMMON_FLAGS: list[str] = []  # every run is given them
 
 
 def scripts(repeats: int) -> list[dict]:
@@ -124,7 +125,7 @@ def run_script(script: str, flags: str) -> dict:
     Its files stay in outputs/benchmark. RuntimeError, with its last line, if it fails.
     """
     began = perf_counter()
-    command = [sys.executable, script, *shlex.split(flags), *EXTRA]
+    command = [sys.executable, script, *shlex.split(flags), *COMMON_FLAGS]
     command += ["--output-dir", str(OUTPUTS)]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     seconds = perf_counter() - began
@@ -149,7 +150,7 @@ def run_studies(
     """Run the studies that are asked for, print their rows, and save them if asked to."""
     args = parse_studies(summary, list(studies), 3, argv)
     if args.quick:
-        EXTRA.extend(shlex.split(QUICK))
+        COMMON_FLAGS.extend(shlex.split(QUICK))
     script = Path(sys.argv[0]).name
     threads = os.environ.get("OMP_NUM_THREADS")  # decides CPU times
     environment = f"OMP_NUM_THREADS={threads} " if threads else ""
@@ -159,7 +160,14 @@ def run_studies(
         if args.save_results:
             save_rows(name, f"{environment}uv run python {script} {name}", rows)
         if args.save_results and name == "longer":
-            shutil.copy(OUTPUTS / "fill.png", RESULTS)
+            save_pictures()
+
+
+def save_pictures() -> None:
+    """Keep the pictures of the run that OUTPUTS has."""
+    draw_map.main([str(OUTPUTS / "last.ckpt")])
+    for picture in ("fill.png", "map.png"):
+        shutil.copy(OUTPUTS / picture, RESULTS)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,16 +18,16 @@ PARTS |= {"hyper_parameters", OPTIONS}
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """Lightning's, which also checks that data and training begin at the same step."""
+    """Lightning's ModelCheckpoint. It also checks that data and training begin at the same step."""
 
-    # Lightning's holds --checkpoint-every, with which a run may go on as it likes.
+    # Lightning's key has --checkpoint-every in it, which a resumed run may change.
     state_key = "StepCheckpoint"
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         super().on_train_start(trainer, module)
         step = trainer.global_step
         first = trainer.datamodule.first_step
-        if first != step:  # else samples would be repeated or lost, without an error
+        if first != step:  # samples would be repeated or lost, without an error
             reason = f"data begin at step {first}, and training at step {step}"
             raise CheckpointError(f"{reason}; give a whole checkpoint")
 
@@ -35,13 +35,13 @@ class StepCheckpoint(ModelCheckpoint):
 def read_start(options: Options) -> tuple[int, Options]:
     """The step at which a run of these options begins: the checkpoint's, or 0 without one.
 
-    What is not given, and depends on the store, is as in the checkpoint.
+    Options that are not given and depend on the store are taken from the checkpoint.
     CheckpointError if it cannot be read, or if it is of a run with other options.
     """
     if options.resume is None:
         return 0, options
     saved = load_checkpoint(options.resume, PARTS)
-    return saved["global_step"], compare(options, saved[OPTIONS])
+    return saved["global_step"], resume_options(options, saved[OPTIONS])
 
 
 def load_checkpoint(path: str, parts: set[str]) -> dict:
@@ -68,8 +68,8 @@ def save_whole(saved: dict, path: Path) -> None:
     part.replace(path)
 
 
-def compare(options: Options, before: dict) -> Options:
-    """The options of a run that goes on from one that had other options `before`."""
+def resume_options(options: Options, before: dict) -> Options:
+    """The options of a run that goes on from one with the options `before`."""
     now = take_over(STORE_DEFAULTS, before, asdict(options))
     require_same(RESUME_KEYS, before, now)
     return Options(**now)

@@ -11,6 +11,7 @@ from scipy.spatial import QhullError
 from torch import nn
 
 from climatology import describe_shares
+from coast import draw_coast
 from data import Data, PatchDataset
 from errors import DataError
 from fields import day_of
@@ -149,6 +150,7 @@ def plot_example(
         axes.set(title=title, xlabel="longitude", ylabel="latitude", facecolor="0.8")
         axes.xaxis.set_major_formatter(format_longitude)
         axes.yaxis.set_major_formatter(format_latitude)
+        draw_coast(axes)
         figure.colorbar(mesh, ax=axes, extend=beyond, label=next(iter(units)))
     date = day_of(maker.period.dates[patch.time])
     title = f"{date}, kept from training"
@@ -176,7 +178,7 @@ def predict(network: nn.Module, inputs: np.ndarray) -> np.ndarray:
 
 
 def speed(wind: np.ndarray) -> np.ndarray:
-    """Of u and v, (2, H, W)."""
+    """The speed (H, W) of a wind (u and v, H, W)."""
     return np.hypot(wind[0], wind[1])
 
 
@@ -204,11 +206,11 @@ def format_longitude(degrees: float, position: int | None = None) -> str:
 def print_gains(rmse: dict[str, dict[str, float]]) -> None:
     """How far the network's RMSE is from that of its rivals: a line for each, and unit."""
     for unit, network in rmse[NETWORK].items():
-        of_unit = f"  {unit}" if len(rmse[NETWORK]) > 1 else ""
+        suffix = f"  {unit}" if len(rmse[NETWORK]) > 1 else ""
         for name in (best_simple_fills(rmse)[unit], OI):
             if name in rmse:
                 gain = network / rmse[name][unit] - 1
-                print(f"  {f'against {name}':30} {gain:+8.1%}{of_unit}")
+                print(f"  {f'against {name}':30} {gain:+8.1%}{suffix}")
 
 
 def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:

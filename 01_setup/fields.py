@@ -46,7 +46,7 @@ def explain_need(dataset: xr.Dataset) -> str:
 
 
 def list_variables(dataset: xr.Dataset) -> str:
-    """The variables there are, each with its dimensions, in one line."""
+    """The variables that exist, each with its dimensions, in one line."""
     listed = []
     for name, variable in dataset.data_vars.items():
         listed.append(f"{name} ({', '.join(map(str, variable.dims))})")
@@ -64,13 +64,13 @@ def check_values(variable: xr.DataArray) -> None:
 
 
 def name_dimensions(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
-    """Those of the named variables that there are, on time, latitude and longitude."""
+    """The named variables that exist, on time, latitude and longitude."""
     dataset = select_present(dataset, names)
     return dataset.rename(find_dimensions(dataset))
 
 
 def select_present(dataset: xr.Dataset, names: list[str]) -> xr.Dataset:
-    """Those of the named variables that there are, without dimensions of one value."""
+    """The named variables that exist, without dimensions of one value."""
     present = [name for name in dataset.data_vars if name in names]
     return dataset[present].squeeze().reset_coords(drop=True)
 
@@ -117,7 +117,7 @@ class Period:
     months: np.ndarray  # 0 to 11
 
 
-def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[Period]:
+def split_times(time: xr.DataArray, limits: dict[str, tuple[str, str]]) -> list[Period]:
     """The period of each flag, from one date to another, both included.
 
     DataError if the times or the ends of a period are not dates, if a period is empty, or
@@ -132,11 +132,11 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
         ) from error
     start, end = time.values[[0, -1]]
     remedy = f"give dates of {day_of(start)} to {day_of(end)}"
-    if len(spans) > 1:
+    if len(limits) > 1:
         remedy += " that no other period has"
     periods: list[Period] = []
     given_by: dict[int, str] = {}
-    for flag, (first, last) in spans.items():
+    for flag, (first, last) in limits.items():
         given = f"{flag} {first} {last}"
         try:
             chosen = time.indexes["time"].slice_indexer(first, last)
@@ -149,7 +149,7 @@ def split_times(time: xr.DataArray, spans: dict[str, tuple[str, str]]) -> list[P
         shared = {given_by[position] for position in positions if position in given_by}
         if shared:
             others = " and ".join(
-                f"{other} {' '.join(spans[other])}" for other in shared
+                f"{other} {' '.join(limits[other])}" for other in shared
             )
             raise DataError(f"{given}: shares times with {others}; {remedy}")
         given_by |= dict.fromkeys(positions, flag)

@@ -57,8 +57,8 @@ class Interpolator:
     def zonal(self, row: int) -> np.ndarray:
         """The zonal covariance of a patch's rows, (variables, H, H, 2 * W - 1).
 
-        It is made for a band of rows, in which other patches lie, too: that of all rows of
-        a fine grid would not fit in memory.
+        It is made for a band of rows, which other patches share, because that of all
+        rows of a fine grid would not fit in memory.
         """
         offset = row % self.size
         first = row - offset
@@ -73,9 +73,9 @@ class Interpolator:
 def make_interpolator(
     reader: Reader, training: Period, climatology: Climatology, size: int
 ) -> Interpolator:
-    """With the covariance of a sample of the training times: the same in every run.
+    """An interpolator that has the covariance of a sample of the training times.
 
-    DataError for large patches, and if the sample cannot be read or would be too small.
+    The sample is the same in every run. DataError for large patches, and if the sample cannot be read or would be too small.
     """
     if size**2 > MOST_CELLS:
         raise DataError(f"patches of {size} x {size} are too large for it")
@@ -89,7 +89,7 @@ def make_interpolator(
 def sample_times(reader: Reader, training: Period, bytes_a_time: int) -> np.ndarray:
     """Numbers of training times, equally many in each of as many chunks as may be read.
 
-    Neighbouring times are alike, and tell less of a covariance than distant ones.
+    Neighbouring times are alike, so they say less about a covariance than distant ones.
     DataError if too few fit in memory.
     """
     chunks = split_by_chunk(training.positions, reader.times_per_chunk)
@@ -112,7 +112,7 @@ def sample_times(reader: Reader, training: Period, bytes_a_time: int) -> np.ndar
 def read_anomalies(
     reader: Reader, training: Period, sample: np.ndarray, climatology: Climatology
 ) -> np.ndarray:
-    """Of some training times, over their spread, (times, variables, latitude, longitude)."""
+    """Normalised anomalies of some training times, (times, variables, latitude, longitude)."""
     positions = training.positions[sample]
     shape = (len(sample), *climatology.mean[0].shape)
     anomalies = np.empty(shape, "float32")

@@ -13,7 +13,7 @@ from fields import day_of, split_times
 from options import PATCH_SIZE, STORE_DEFAULTS, Options
 
 PERIODS = ("train_times", "validation_times", "test_times")
-# The parts of the dates that periods get which are not given: 80%, 10% and 10% of all.
+# How many of ten dates a period gets that is not given.
 PARTS = {"train_times": 8, "validation_times": 1, "test_times": 1}
 # Why a default is not that of STORE_DEFAULTS.
 REASONS = dict.fromkeys(PERIODS, "chosen from the store's dates")
@@ -31,11 +31,11 @@ def complete(options: Options, fields: xr.Dataset) -> Options:
 def choose_periods(options: Options, time: xr.DataArray) -> dict[str, list[str]]:
     """Each period that is not given. It lies between those given before and after it.
 
-    If the years of STORE_DEFAULTS are free there, these; else a part of the free dates.
+    It has the years of STORE_DEFAULTS if they are free, otherwise a part of the free dates.
     DataError if there are too few.
     """
-    spans = {name: getattr(options, name) for name in PERIODS}
-    given = {name: span for name, span in spans.items() if span is not None}
+    limits = {name: getattr(options, name) for name in PERIODS}
+    given = {name: pair for name, pair in limits.items() if pair is not None}
     if len(given) == len(PERIODS):
         return {}
     periods = split_times(time, {flag_of(name): given[name] for name in given})
@@ -62,7 +62,7 @@ def choose_periods(options: Options, time: xr.DataArray) -> dict[str, list[str]]
 
 
 def find_free(dates: np.ndarray, name: str, ends: dict[str, np.ndarray]) -> np.ndarray:
-    """Which dates lie after the given periods before this one, and before those after it."""
+    """A mask of the dates between the given periods before this one and those after it."""
     is_free = np.ones(len(dates), bool)
     for other, (first, last) in ends.items():
         if PERIODS.index(other) < PERIODS.index(name):
@@ -72,9 +72,9 @@ def find_free(dates: np.ndarray, name: str, ends: dict[str, np.ndarray]) -> np.n
     return is_free
 
 
-def has_years(years: set[int], spans: list[list[str]]) -> bool:
-    """Whether each year of these spans is among the years."""
-    for first, last in spans:
+def has_years(years: set[int], limits: list[list[str]]) -> bool:
+    """Whether each year of these limits is among the years."""
+    for first, last in limits:
         if not years.issuperset(range(int(first[:4]), int(last[:4]) + 1)):
             return False
     return True
@@ -86,10 +86,10 @@ def refuse_periods(names: list[str], given: dict[str, list[str]]) -> NoReturn:
     if not given:
         raise DataError(f"{flags}: too few dates; give a store of at least three")
     places = []
-    for other, span in given.items():
+    for other, pair in given.items():
         is_before = PERIODS.index(other) < PERIODS.index(names[0])
         place = "after" if is_before else "before"
-        places.append(f"{place} {flag_of(other)} {' '.join(span)}")
+        places.append(f"{place} {flag_of(other)} {' '.join(pair)}")
     reason = f"not given, and too few dates lie {' and '.join(places)}"
     raise DataError(f"{flags}: {reason}; give dates")
 
@@ -107,16 +107,16 @@ def split_dates(dates: np.ndarray, names: list[str]) -> dict[str, list[str]]:
     parts = sum(PARTS[name] for name in names)
     part = max(1, round(len(starts) / parts))
     cuts = [starts[-number * part] for number in range(len(names) - 1, 0, -1)]
-    spans = {}
+    limits = {}
     for name, start, stop in zip(names, [0, *cuts], [*cuts, len(dates)]):
-        spans[name] = [day_of(dates[start]), day_of(dates[stop - 1])]
-    return spans
+        limits[name] = [day_of(dates[start]), day_of(dates[stop - 1])]
+    return limits
 
 
 def find_years(dates: np.ndarray) -> np.ndarray:
-    """Where whole calendar years begin; nowhere if a month has several dates.
+    """The positions at which whole calendar years begin; none if a month has several dates.
 
-    Those are whole that have as many dates as any other.
+    A year is whole if it has as many dates as any other.
     """
     calendar = xr.DataArray(dates, dims="time").dt
     years = calendar.year.values

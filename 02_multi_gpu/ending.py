@@ -15,7 +15,7 @@ from torch import distributed
 from errors import CheckpointError, DataError, first_line, refuse
 
 Result = TypeVar("Result")
-# How warnings begin that ask for nothing to be done here.
+# Warnings that begin so ask for nothing to be done here.
 KNOWN_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own use of torch
     r"torch\.distributed\.nn\.functional\.all_gather is deprecated",  # Lightning's, too
@@ -81,12 +81,12 @@ def name_store(store: str) -> Iterator[None]:
 
 
 def reason_of(error: DataError) -> str:
-    """What it says. That of a worker comes with its traceback."""
+    """The error's text. In a worker's error it comes after a traceback."""
     return str(error).split("DataError: ")[-1].strip()
 
 
 def is_of_group(error: RuntimeError) -> bool:
-    """Whether ranks cannot reach each other. Of gloo's errors only the text says so."""
+    """Whether ranks cannot reach each other. With gloo, only the text tells."""
     by_gloo = any(words in str(error) for words in ("gloo", "pair closure"))
     return by_gloo or isinstance(error, distributed.DistBackendError)
 
@@ -94,8 +94,8 @@ def is_of_group(error: RuntimeError) -> bool:
 def run(main: Callable[[], object]) -> None:
     """Call `main` and end this process with its exit code.
 
-    Not by sys.exit: it would draw a progress bar below the reason, and threads of gloo that
-    outlive their group would abort the end of Python.
+    sys.exit would draw a progress bar below the reason, and would let gloo's threads, which
+    may outlive their process group, crash Python while it shuts down.
     """
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGUSR2)  # kill -USR2 PID shows where it is

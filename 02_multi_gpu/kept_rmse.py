@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-# What reading a file may raise that is damaged, or another's.
+# What reading a damaged or foreign file may raise.
 BROKEN = (OSError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
 
@@ -28,7 +28,7 @@ def read(path: Path, units: list[str]) -> dict[str, float] | None:
 
 def keep(path: Path, rmse: dict[str, float]) -> None:
     """Write the file whole or not at all; a note if it cannot be written."""
-    # Its own, where two runs compute it at once.
+    # A file of its own, because two runs may compute it at once.
     begun = path.with_suffix(f".{os.getpid()}.begun")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,12 +31,12 @@ def make_data(options: Options) -> tuple[Options, Data]:
     given = options
     options = complete(given, fields)
     print_defaults(given, options)
-    spans = {
+    limits = {
         "--train-times": options.train_times,
         "--validation-times": options.validation_times,
         "--test-times": options.test_times,
     }
-    training, validation, test = split_times(fields.time, spans)
+    training, validation, test = split_times(fields.time, limits)
     for period in (training, validation, test):
         reader.require_finite(period)
     require_times(training, options.train_times, options.missing)

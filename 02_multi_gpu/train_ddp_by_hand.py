@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import evaluation
-from checkpoints import compare, load_checkpoint, save_whole
+from checkpoints import load_checkpoint, resume_options, save_whole
 from clock import peak_memory_gb, rates
 from data import Data, PatchDataset
 from datamodule import eval_loader
@@ -48,7 +48,7 @@ def train(options: Options) -> dict:
     began = perf_counter()
     saved = load_checkpoint(options.resume, PARTS) if options.resume else None
     if saved:
-        options = compare(options, saved["options"])
+        options = resume_options(options, saved["options"])
     options, data = make_data(options)
     device, backend = choose_device(options.accelerator)
     timeout = timedelta(seconds=options.process_group_timeout)

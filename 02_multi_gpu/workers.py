@@ -41,7 +41,7 @@ def check_start_method(method: str) -> None:
 
 def start_worker(worker: int) -> None:
     """Prepare a worker's process."""
-    gc.freeze()  # else the collector stops all reads for 0.4 s, to look at what is imported
+    gc.freeze()  # or the collector stops all reads for 0.4 s, to look at what is imported
     Thread(target=end_with_parent, daemon=True).start()
 
 

@@ -42,7 +42,7 @@ class Climatology:
         return has_mean.sum(axis=(1, 2))
 
     def shares(self, months: np.ndarray) -> dict[str, float]:
-        """Of the valid cells, the share that has a mean, in each of these months."""
+        """The share of the valid cells that have a mean, for each of these months."""
         found = self.cells[months] / self.valid.sum()
         names = [month_name[month + 1] for month in months]
         return dict(zip(names, found.tolist()))
@@ -87,8 +87,8 @@ class MonthlySums:
     def average(self, least: int, constant: str) -> tuple[np.ndarray, ...]:
         """Mean, std and constant cells, as a Climatology has them.
 
-        Of cells with `least` values in a month; if `constant` is "mask", without constant
-        cells. DataError if no cell is left.
+        A mean needs `least` values of its month. If `constant` is "mask", constant cells
+        have none. DataError if no cell is left.
         """
         is_constant = (self.lowest == self.highest) & (self.count.sum(axis=0) > 1)
         enough = self.count >= least
@@ -145,7 +145,7 @@ def require_values(valid: np.ndarray) -> None:
 
 
 def require_times(training: Period, span: list[str], missing: str) -> None:
-    """DataError if no month has so many training times as a climatology needs."""
+    """DataError if no month has as many training times as a climatology needs."""
     least = least_values(missing)
     most = np.bincount(training.months).max()
     if most < least:

@@ -14,7 +14,7 @@ DIMENSIONS = {
 SAME_PLACE = 0.01  # of the spacing: rows or columns that are nearer are the same
 ONCE_AROUND = 360 - 4e-3  # degrees: single precision may round by so much
 LARGEST = {"latitude": 90.001, "longitude": 720}  # degrees, with rounding
-# What units that are not degrees begin with; names such as "1" say nothing.
+# Units that begin so are not degrees. Others, such as "1", say nothing.
 OTHER_UNITS = ("m", "km", "kilom", "rad")
 
 
@@ -59,7 +59,7 @@ def holds_dates(coordinate: xr.DataArray) -> bool:
 
 
 def sort_coordinates(dataset: xr.Dataset) -> xr.Dataset:
-    """Sort the dimensions, with longitudes that do not jump, at most once around.
+    """Sort the dimensions. Longitudes ascend without a jump, at most once round the globe.
 
     What lies beyond 360 degrees of the first column repeats it and is left out. DataError
     if a coordinate is not finite, not in degrees, or has a place or a time twice.
@@ -129,7 +129,7 @@ def may_be_fill(coordinate: xr.DataArray, position: int) -> bool:
     """Whether the value at a position may be right, though its chunk is not there.
 
     Zarr writes no chunk of nothing but its fill value, such as a first time of 0 that was
-    appended alone. It is right if the steps beside it are no other than the rest.
+    appended alone. It is right if the steps on both sides equal the other steps.
     """
     values = coordinate.values
     if coordinate.isnull().any() or values.dtype.kind not in "iufM":

@@ -25,7 +25,7 @@ OI = "optimal interpolation"
 def oi_baseline(
     data: Data, patches: PatchDataset, samples: list[dict], folder: Path
 ) -> dict[str, dict[str, float]]:
-    """The row, with the RMSE in each unit, from a file in the folder if there is one.
+    """The row: the RMSE in each unit, from a file in the folder if there is one.
 
     `samples` are those of step 0. {}, with a note, if it cannot be made: the network has
     been trained, and its own RMSE is what the run was for.
@@ -81,9 +81,9 @@ def rmse_of(
 
 
 def checksum(data: Data, samples: list[dict], corners: list[tuple[int, int]]) -> str:
-    """Of all that the RMSE depends on: the method, the training times and every sample.
+    """A digest of what the RMSE depends on: the method, the training times, every sample.
 
-    The values at the training times count by their climatology.
+    The climatology stands for the values at the training times.
     """
     digest = sha256()
     for module in (optimal_interpolation, interpolator):

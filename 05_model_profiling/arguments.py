@@ -33,7 +33,7 @@ def option(
 ) -> Any:
     """A field of a dataclass that is also a flag. Its type is that of the annotation.
 
-    `default` is a value, or a function that returns one. `least` and `below` hold for
+    `default` is a value, or a function that returns one. `least` and `below` limit
     numbers. A resumed run must share the options that have `decides`. `settings`
     are further ones of argparse's add_argument, such as choices, nargs and metavar.
     """
@@ -121,7 +121,7 @@ def names_that_decide(options: type) -> list[str]:
 
 
 def take_over(names: Iterable[str], before: dict, now: dict) -> dict:
-    """The options now; those of `names` that are not given are as they were before."""
+    """The options now. Those of `names` that are not given are taken from `before`."""
     not_given = [name for name in names if now[name] is None]
     return now | {name: before.get(name) for name in not_given}
 

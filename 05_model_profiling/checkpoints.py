@@ -27,7 +27,7 @@ class StepCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, module)
         step = trainer.global_step
         first = trainer.datamodule.first_step
-        if first != step:  # else samples would be repeated or lost, without an error
+        if first != step:  # samples would be repeated or lost, without an error
             reason = f"data begin at step {first}, and training at step {step}"
             raise CheckpointError(f"{reason}; give a whole checkpoint")
         step_of_rank_0 = trainer.strategy.broadcast(step)
@@ -53,7 +53,7 @@ def read_start(options: Options) -> tuple[int, Options]:
     if options.resume is None:
         return 0, options
     saved = load_checkpoint(options.resume, PARTS)
-    return saved["global_step"], compare(options, saved[OPTIONS])
+    return saved["global_step"], resume_options(options, saved[OPTIONS])
 
 
 def load_checkpoint(path: str, parts: set[str]) -> dict:
@@ -80,8 +80,8 @@ def save_whole(saved: dict, path: Path) -> None:
     part.replace(path)
 
 
-def compare(options: Options, before: dict) -> Options:
-    """The options of a run that goes on from one that had other options `before`."""
+def resume_options(options: Options, before: dict) -> Options:
+    """The options of a run that goes on from one with the options `before`."""
     now = take_over(STORE_DEFAULTS, before, asdict(options))
     require_same(RESUME_KEYS, before, now)
     return Options(**now)

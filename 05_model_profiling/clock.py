@@ -82,7 +82,7 @@ class StepClock(Callback):
     def throughput(self, batch_size: int) -> dict[str, float]:
         """Seconds before the first step, samples/s, and the share of time spent waiting.
 
-        After one step only the first of them, and {} after none.
+        After one step only the first is known, and after none {}.
         """
         if not self.batches:
             return {}

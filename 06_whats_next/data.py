@@ -60,7 +60,7 @@ class Grid:
 
 
 class Reader(Protocol):
-    """What reads the values: of a store, or of a file in memory."""
+    """What a store and a file in memory have in common."""
 
     variables: list[str]
     times_per_chunk: int  # that are read together
@@ -237,17 +237,17 @@ class Data:
     validation: Period
     test: Period
     climatology: Climatology
-    units: dict[str, list[int]]  # of each unit: the numbers of its variables
+    units: dict[str, list[int]]  # the numbers of the variables of each unit
 
     def rmse(self, mean_squares: np.ndarray) -> dict[str, float]:
-        """In each unit, from the mean squared error of each variable, (variables,)."""
+        """The RMSE in each unit, from the mean squared error of each variable, (variables,)."""
         pooled = {}
         for unit, numbers in self.units.items():
             pooled[unit] = float(np.sqrt(mean_squares[numbers].mean()))
         return pooled
 
     def climatology_shares(self) -> dict[str, float]:
-        """Of the valid cells, the share that has a climatology, by month of all periods."""
+        """The share of the valid cells that have a climatology, for each month of any period."""
         periods = (self.training, self.validation, self.test)
         months = np.concatenate([period.months for period in periods])
         return self.climatology.shares(np.unique(months))

@@ -25,7 +25,7 @@ SCALES = ("scale_factor", "add_offset")
 def decode(stored: xr.Dataset, names: list[str]) -> xr.Dataset:
     """The named variables and all coordinates in their units; no value of a variable is read.
 
-    What is outside of a valid range is left to find_limits. DataError names the attribute
+    A valid range is left to find_limits. DataError names the attribute
     that cannot be used.
     """
     decodable = stored.copy()
@@ -105,9 +105,9 @@ class Limits:
 
 
 def find_limits(stored: xr.Variable) -> Limits | None:
-    """Between which values a variable is valid; None if all are.
+    """The limits within which a variable is valid, or None, by the NetCDF Users Guide.
 
-    As the NetCDF Users Guide has it. Integers without a _FillValue may hold netCDF's own.
+    Integers without a _FillValue may hold netCDF's own.
     A range that is_left_over is not used.
     """
     numbers = read_numbers("", stored.attrs)
@@ -134,7 +134,7 @@ def find_limits(stored: xr.Variable) -> Limits | None:
 
 
 def limits_of_fill(stored: xr.Variable) -> tuple[float, float]:
-    """Packed values that are not beyond netCDF's own fill, if the variable may hold that."""
+    """The packed values short of netCDF's own fill, if the variable may hold that fill."""
     fill = DEFAULT_FILLS.get(stored.dtype.str[1:])
     if fill is None or "_FillValue" in stored.attrs or is_unsigned(stored):
         return -np.inf, np.inf

@@ -31,6 +31,7 @@ OF_BOOK = ("new_project.py", "demo_store.py", "studies/", "outputs/")
 OF_WINDS = (
     "chunking.py",
     "climatology.py",
+    "coast.py",
     "coordinates.py",
     "data.py",
     "datamodule.py",

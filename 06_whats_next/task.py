@@ -55,12 +55,12 @@ def make_data(options: Options, location: Location) -> tuple[Options, Data]:
     options = complete(given, fields)
     options = replace(options, snapshot=reader.location.snapshot)
     print_defaults(given, options)
-    spans = {
+    limits = {
         "--train-times": options.train_times,
         "--validation-times": options.validation_times,
         "--test-times": options.test_times,
     }
-    training, validation, test = split_times(fields.time, spans)
+    training, validation, test = split_times(fields.time, limits)
     climatology = load_climatology(
         reader,
         training,

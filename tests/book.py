@@ -52,6 +52,7 @@ HANDED_ON = {
         "checks.py",
         "climatology.py",
         "clock.py",
+        "coast.py",
         "coordinates.py",
         "data.py",
         "decoding.py",

@@ -243,5 +243,4 @@ def test_requirements_txt_is_what_uv_locked() -> None:
 
 def test_ci_runs_the_readmes_test_command() -> None:
     command = next(line for line in book.commands(book.ROOT / "README.md") if line.endswith("pytest"))
-    assert command.startswith("pip install uv && ")
-    assert (book.ROOT / ".ci/run").read_text().splitlines()[-1] == command.rpartition("&& ")[2]
+    assert (book.ROOT / ".ci/run").read_text().splitlines()[-1] == command

@@ -31,7 +31,7 @@ class Scaling:
 
     @property
     def compute_seconds(self) -> np.ndarray:
-        """Of each step of one device, without communication, (n,)."""
+        """Seconds of each step of one device, without communication, (n,)."""
         return np.ravel(self.rows[0]["compute_steps"])
 
 

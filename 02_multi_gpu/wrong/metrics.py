@@ -36,7 +36,7 @@ def padded_validation(rank: int) -> dict:
 
 
 def squares_of(samples: Iterable[int]) -> tuple[float, float]:
-    """Of the climatology: weighted squared errors, (m/s)², and weights, added up."""
+    """The climatology's weighted squared errors, (m/s)², and the weights, added up."""
     data = load_data()
     patches = data.eval_patches(data.validation, size=64, number=96)
     squares = 0.0

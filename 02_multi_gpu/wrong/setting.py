@@ -71,7 +71,7 @@ def own_mean(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def gradient(model: nn.Module) -> torch.Tensor:
-    """Of all parameters, one after the other."""
+    """The gradient of all parameters, one after the other."""
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 

@@ -1,0 +1,15 @@
+"""The share of a loop's time that is spent waiting for data."""
+
+from time import perf_counter
+
+
+def measure_wait(batches, seconds):
+    """The same batches; adds to seconds["wait"] and seconds["work"] as the loop goes on."""
+    asked = perf_counter()
+    for batch in batches:
+        given = perf_counter()
+        yield batch  # your step runs here; on a GPU, end it with torch.cuda.synchronize()
+        done = perf_counter()
+        seconds["wait"] += given - asked
+        seconds["work"] += done - given
+        asked = done
