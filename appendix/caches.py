@@ -40,11 +40,25 @@ HERE = Path(__file__).parent
 WINDS = HERE.parent / "01_setup/data/navy_winds.nc"
 ORDERS = "same", "shuffled", "draws", "pinned", "blocks"
 SHARES = 0.1, 0.25, 0.5, 0.75, 0.9, 1.0  # of the data's bytes that a cache may hold
-RANKS = (1, 0.5), (2, 0.5), (8, 1 / 16), (8, 1 / 8), (8, 0.5)  # how many; the share each may hold
+RANKS = (
+    (1, 0.5),
+    (2, 0.5),
+    (8, 1 / 16),
+    (8, 1 / 8),
+    (8, 0.5),
+)  # how many; the share each may hold
 BLOCK_PATCHES, SLOTS = 8, 16  # of the order "blocks"
 ITEM_BYTES = 64  # any: hits are counted, not timed
-MAP, PATCH = (361, 720), 64  # cells: a map of 0.5 degrees, which is a chunk, and a side of a patch
-CACHES = ("none", 0.0), ("memory", 1.0), ("disk", 1.0), ("decoded", 1.0)  # budget: share of the decoded bytes
+MAP, PATCH = (
+    (361, 720),
+    64,
+)  # cells: a map of 0.5 degrees, which is a chunk, and a side of a patch
+CACHES = (
+    ("none", 0.0),
+    ("memory", 1.0),
+    ("disk", 1.0),
+    ("decoded", 1.0),
+)  # budget: share of the decoded bytes
 CACHES += ("memory", 0.5), ("disk", 0.5), ("decoded", 0.5), ("pinned", 0.5)
 PROTOTYPE = default_buffer_prototype()
 
@@ -78,12 +92,16 @@ class Pinned(WrapperStore):
             return await super().get(key, prototype, byte_range)
         if self.left is None:
             held = await self.cache.getsize_prefix("")
-            self.left = self.max_size - held if self.left is None else self.left  # another read was quicker
+            self.left = (
+                self.max_size - held if self.left is None else self.left
+            )  # another read was quicker
         found = await self.cache.get(key, prototype)
         if found is None:
             found = await super().get(key, prototype)
             if found is not None and len(found) <= self.left:
-                self.left -= len(found)  # before the next await: reads under way share what is left
+                self.left -= len(
+                    found
+                )  # before the next await: reads under way share what is left
                 await self.cache.set(key, found)
         return found
 
@@ -105,7 +123,9 @@ def expected(order: str, items: int, kept: int) -> float:
     at_random, share = shuffled(items, kept), kept / items
     # Of a block's P patches all but the first find it there, if the cache has room for the blocks of all slots.
     blocks = (at_random + (BLOCK_PATCHES - 1) * (kept >= SLOTS)) / BLOCK_PATCHES
-    return {"same": float(kept == items), "shuffled": at_random, "blocks": blocks}.get(order, share)
+    return {"same": float(kept == items), "shuffled": at_random, "blocks": blocks}.get(
+        order, share
+    )
 
 
 def of_ranks(ranks: int, share: float) -> float:
@@ -122,7 +142,9 @@ def epoch(order: str, items: int, rng: np.random.Generator) -> np.ndarray:
     if order == "draws":  # with replacement
         return rng.integers(items, size=items)
     shuffle = rng.permutation(items)
-    if order == "blocks":  # as in chapter 4: so many blocks side by side, P patches of each in turn
+    if (
+        order == "blocks"
+    ):  # as in chapter 4: so many blocks side by side, P patches of each in turn
         return np.tile(shuffle.reshape(-1, 1, SLOTS), (1, BLOCK_PATCHES, 1)).ravel()
     return shuffle
 
@@ -142,7 +164,9 @@ async def read(store: WrapperStore, items: np.ndarray) -> None:
         await store.get(f"c/{item}", PROTOTYPE)
 
 
-def hit_rates(bucket: Bucket, cache: WrapperStore, epochs: list[np.ndarray]) -> list[float]:
+def hit_rates(
+    bucket: Bucket, cache: WrapperStore, epochs: list[np.ndarray]
+) -> list[float]:
     """Read each epoch through the cache; the share of it for which the bucket was not asked."""
     found = []
     for items in epochs:
@@ -158,13 +182,25 @@ def by_order(items: int, epochs: int, seed: int) -> list[dict]:
     for order in ORDERS:
         for share in SHARES:
             rng, kept = np.random.default_rng(seed), round(share * items)
-            bucket, cache = make_cache(Pinned if order == "pinned" else CacheStore, items, kept)
-            fill = "shuffled" if order == "draws" else order  # reads all items, so that the cache is full
+            bucket, cache = make_cache(
+                Pinned if order == "pinned" else CacheStore, items, kept
+            )
+            fill = (
+                "shuffled" if order == "draws" else order
+            )  # reads all items, so that the cache is full
             read_in = [epoch(each, items, rng) for each in (fill, *[order] * epochs)]
             _, *found = hit_rates(bucket, cache, read_in)
             error = float(np.std(found, ddof=1) / math.sqrt(epochs))
-            row = {"study": "orders", "order": order, "share": share, "hits": float(np.mean(found))}
-            rows.append(row | {"standard_error": error, "expected": expected(order, items, kept)})
+            row = {
+                "study": "orders",
+                "order": order,
+                "share": share,
+                "hits": float(np.mean(found)),
+            }
+            rows.append(
+                row
+                | {"standard_error": error, "expected": expected(order, items, kept)}
+            )
     return rows
 
 
@@ -172,18 +208,30 @@ def by_rank(items: int, epochs: int, seed: int) -> list[dict]:
     """Hits of the ranks' own caches: chunks dealt anew each epoch, or the same to each rank always."""
     rows = []
     for ranks, share in RANKS:
-        row, kept = {"study": "ranks", "ranks": ranks, "share": share}, round(share * items)
+        row, kept = (
+            {"study": "ranks", "ranks": ranks, "share": share},
+            round(share * items),
+        )
         for deal in ("anew", "fixed"):
             rng, warm_up = np.random.default_rng(seed), 6 * ranks
             deals = [[] for _ in range(ranks)]
             for _ in range(warm_up + epochs):
                 order = rng.permutation(items)
                 for rank, dealt in enumerate(deals):
-                    dealt.append(order[rank::ranks] if deal == "anew" else order[order % ranks == rank])
-            found = [hit_rates(*make_cache(CacheStore, items, kept), dealt)[warm_up:] for dealt in deals]
+                    dealt.append(
+                        order[rank::ranks]
+                        if deal == "anew"
+                        else order[order % ranks == rank]
+                    )
+            found = [
+                hit_rates(*make_cache(CacheStore, items, kept), dealt)[warm_up:]
+                for dealt in deals
+            ]
             row[deal] = float(np.mean(found))
         fixed = shuffled(items // ranks, min(kept, items // ranks))
-        rows.append(row | {"expected_anew": of_ranks(ranks, share), "expected_fixed": fixed})
+        rows.append(
+            row | {"expected_anew": of_ranks(ranks, share), "expected_fixed": fixed}
+        )
     return rows
 
 
@@ -201,7 +249,11 @@ def limits(items: int = 40, kept: int = 10) -> list[dict]:
 
     A process is a new cache object on the same folder: nothing else of it outlives the process before.
     """
-    kinds = {"CacheStore": (CacheStore, kept), "cleared": (cleared, kept), "pinned": (Pinned, kept)}
+    kinds = {
+        "CacheStore": (CacheStore, kept),
+        "cleared": (cleared, kept),
+        "pinned": (Pinned, kept),
+    }
     kinds["oversized"] = CacheStore, 0.5  # each item is larger than the limit
     rows = []
     for name, (kind, limit) in kinds.items():
@@ -210,9 +262,21 @@ def limits(items: int = 40, kept: int = 10) -> list[dict]:
                 bucket, cache = make_cache(kind, items, limit, Path(folder))
                 [hits] = hit_rates(bucket, cache, [np.arange(items)])
                 held = sum(path.is_file() for path in Path(folder).rglob("*"))
-                row = {"study": "limits", "cache": name, "limit": limit, "process": process, "items": items}
-                told = None if name == "pinned" else cache.cache_info()["current_size"] // ITEM_BYTES
-                rows.append(row | {"hits": round(items * hits), "in_folder": held, "told": told})
+                row = {
+                    "study": "limits",
+                    "cache": name,
+                    "limit": limit,
+                    "process": process,
+                    "items": items,
+                }
+                told = (
+                    None
+                    if name == "pinned"
+                    else cache.cache_info()["current_size"] // ITEM_BYTES
+                )
+                rows.append(
+                    row | {"hits": round(items * hits), "in_folder": held, "told": told}
+                )
     return rows
 
 
@@ -224,9 +288,17 @@ def make_maps(folder: Path, number: int) -> int:
     with xr.open_dataset(WINDS) as winds:
         coarse = winds[next(iter(winds.data_vars))][:number].squeeze().fillna(0).values
     shape = len(coarse), *MAP
-    array = zarr.create_array(LocalStore(folder), shape=shape, chunks=(1, *MAP), dtype="float32")
+    array = zarr.create_array(
+        LocalStore(folder), shape=shape, chunks=(1, *MAP), dtype="float32"
+    )
     for index, values in enumerate(coarse):
-        array[index] = zoom(values, np.divide(MAP, values.shape), order=1, grid_mode=True, mode="nearest")
+        array[index] = zoom(
+            values,
+            np.divide(MAP, values.shape),
+            order=1,
+            grid_mode=True,
+            mode="nearest",
+        )
     return array.nbytes_stored()
 
 
@@ -243,7 +315,10 @@ class Way(NamedTuple):
 def make_way(cache: str, folder: Path, latency: float, budget: int) -> Way:
     """Open the maps in folder/maps through a cache of so many bytes."""
     bucket = store = Bucket(LocalStore(folder / "maps", read_only=True), latency)
-    kept, maps = MemoryStore(), LRU(budget, {}, weight=lambda key, values: values.nbytes)
+    kept, maps = (
+        MemoryStore(),
+        LRU(budget, {}, weight=lambda key, values: values.nbytes),
+    )
     if cache == "disk":
         kept = LocalStore(tempfile.mkdtemp(dir=folder))
     if cache in ("memory", "disk"):
@@ -259,7 +334,9 @@ def make_way(cache: str, folder: Path, latency: float, budget: int) -> Way:
 
     if cache == "decoded":
         return Way(bucket, decoded, lambda: maps.total_weight, [], [])
-    return Way(bucket, array.__getitem__, lambda: asyncio.run(kept.getsize_prefix("")), [], [])
+    return Way(
+        bucket, array.__getitem__, lambda: asyncio.run(kept.getsize_prefix("")), [], []
+    )
 
 
 def rates(maps: int, latency: float, rounds: int, seed: int) -> list[dict]:
@@ -275,7 +352,9 @@ def rates(maps: int, latency: float, rounds: int, seed: int) -> list[dict]:
         for seconds in (latency, 0.0):
             ways = {}
             for cache, share in CACHES:  # with room for the array's metadata
-                ways[cache, share] = make_way(cache, Path(folder), seconds, int(share * nbytes) + 10_000)
+                ways[cache, share] = make_way(
+                    cache, Path(folder), seconds, int(share * nbytes) + 10_000
+                )
             for turn in range(rounds + 1):
                 for way in ways.values():
                     before, began = way.bucket.requests, perf_counter()
@@ -286,10 +365,21 @@ def rates(maps: int, latency: float, rounds: int, seed: int) -> list[dict]:
                         way.missed.append((way.bucket.requests - before) / maps)
             for (cache, share), way in ways.items():
                 hits, miss = 1 - float(np.mean(way.missed)), median(ways["none", 0].ms)
-                hit = median(ways["memory" if cache == "pinned" else cache, min(1, 2 * share)].ms)
-                row = {"study": "rates", "latency_ms": 1e3 * seconds, "cache": cache, "share": share}
+                hit = median(
+                    ways["memory" if cache == "pinned" else cache, min(1, 2 * share)].ms
+                )
+                row = {
+                    "study": "rates",
+                    "latency_ms": 1e3 * seconds,
+                    "cache": cache,
+                    "share": share,
+                }
                 row |= {"hits": hits, "held_mb": way.held() / 1e6}
-                row |= {"decoded_mb": nbytes / 1e6, "stored_mb": compressed / 1e6, "ms": median(way.ms)}
+                row |= {
+                    "decoded_mb": nbytes / 1e6,
+                    "stored_mb": compressed / 1e6,
+                    "ms": median(way.ms),
+                }
                 row |= {"ms_min": min(way.ms), "ms_max": max(way.ms)}
                 rows.append(row | {"forecast_ms": (1 - hits) * miss + hits * hit})
     return rows
@@ -303,7 +393,10 @@ def show(rows: list[dict]) -> None:
     for before, row in zip([{}, *rows], rows):
         if before.keys() != row.keys():
             print("\n" + "  ".join(f"{name:>14}" for name in row))
-        cells = (f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values())
+        cells = (
+            f"{value:.3f}" if isinstance(value, float) else str(value)
+            for value in row.values()
+        )
         print("  ".join(f"{cell:>14}" for cell in cells))
 
 
@@ -325,13 +418,25 @@ def draw(rows: list[dict]) -> Figure:
         "same": (0 * share, "D", "0.5", "LRU, same order each epoch"),
     }
     for order, (curve, marker, color, label) in looks.items():
-        dots = [(row["share"], row["hits"]) for row in rows if row.get("order") == order]
+        dots = [
+            (row["share"], row["hits"]) for row in rows if row.get("order") == order
+        ]
         first = dots[0][0] if order == "blocks" else 0  # which need room for all slots
         axes.plot(share[share >= first], curve[share >= first], color=color)
         size = 4 if marker == "P" else 8  # the pinned one lies upon another
-        how = {"color": color, "markersize": size, "linestyle": "", "zorder": 12 - size, "label": label}
+        how = {
+            "color": color,
+            "markersize": size,
+            "linestyle": "",
+            "zorder": 12 - size,
+            "label": label,
+        }
         axes.plot(*zip(*dots), marker, **how)
-    axes.set(xlabel="size of the cache / size of the data", ylabel="hit rate", ylim=(-0.04, 1.04))
+    axes.set(
+        xlabel="size of the cache / size of the data",
+        ylabel="hit rate",
+        ylim=(-0.04, 1.04),
+    )
     axes.legend(loc="upper left", fontsize=8, bbox_to_anchor=(0, 0.84))
     axes.grid(alpha=0.3)
     return figure
@@ -343,12 +448,22 @@ def save(rows: list[dict], flags: list[str]) -> None:
     if facts.exists():
         cpu = facts.read_text().partition("model name\t: ")[2].split("\n")[0] or cpu
     memory = round(psutil.virtual_memory().total / 2**30)
-    results = {"command": " ".join(["uv run python caches.py", *flags]), "date": str(date.today())}
-    results["machine"] = {"cpu": cpu, "cores": os.cpu_count(), "memory_gb": memory, "gpu": None}
+    results = {
+        "command": " ".join(["uv run python caches.py", *flags]),
+        "date": str(date.today()),
+    }
+    results["machine"] = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gb": memory,
+        "gpu": None,
+    }
     versions = {name: version(name) for name in ("zarr", "zict", "numpy")}
     results["versions"] = {"python": platform.python_version()} | versions
     (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results/caches.json").write_text(json.dumps(results | {"rows": rows}) + "\n")
+    (HERE / "results/caches.json").write_text(
+        json.dumps(results | {"rows": rows}) + "\n"
+    )
     draw(rows).savefig(HERE / "results/caches.png", dpi=110)
 
 
@@ -356,16 +471,42 @@ def main(argv: list[str] | None = None) -> list[dict]:
     """Run the four studies, print their rows and return them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--items", type=int, default=240, help="chunks of the first two studies (default: 240)")
+    add(
+        "--items",
+        type=int,
+        default=240,
+        help="chunks of the first two studies (default: 240)",
+    )
     add("--epochs", type=int, default=20, help="of the first two studies (default: 20)")
-    add("--maps", type=int, default=32, help="of the last study, at most 132 (default: 32)")
-    add("--latency-ms", type=float, default=30, help="of the last study's store (default: 30)")
-    add("--rounds", type=int, default=3, help="of the last study, an epoch each (default: 3)")
+    add(
+        "--maps",
+        type=int,
+        default=32,
+        help="of the last study, at most 132 (default: 32)",
+    )
+    add(
+        "--latency-ms",
+        type=float,
+        default=30,
+        help="of the last study's store (default: 30)",
+    )
+    add(
+        "--rounds",
+        type=int,
+        default=3,
+        help="of the last study, an epoch each (default: 3)",
+    )
     add("--seed", type=int, default=0, help="of the orders (default: 0)")
-    add("--save-results", action="store_true", help="write results/caches.json and its picture")
+    add(
+        "--save-results",
+        action="store_true",
+        help="write results/caches.json and its picture",
+    )
     args = parser.parse_args(argv)
     if args.items < 48 or args.items % 48:
-        parser.error(f"--items {args.items}: give a multiple of 48, which {SLOTS} slots and 8 ranks divide")
+        parser.error(
+            f"--items {args.items}: give a multiple of 48, which {SLOTS} slots and 8 ranks divide"
+        )
     limited = {
         "seed": (0, 2**32),
         "epochs": (2, 10_000),
@@ -378,7 +519,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
             given = f"--{name.replace('_', '-')} {getattr(args, name)}"
             parser.error(f"{given}: give a number from {least} to {most}")
     if not WINDS.exists():
-        parser.error(f"../01_setup/data/{WINDS.name} is missing: run this in a copy of the whole book")
+        parser.error(
+            f"../01_setup/data/{WINDS.name} is missing: run this in a copy of the whole book"
+        )
     order = args.items, args.epochs, args.seed
     rows = [*by_order(*order), *by_rank(*order), *limits()]
     rows += rates(args.maps, args.latency_ms / 1e3, args.rounds, args.seed)

@@ -41,7 +41,11 @@ from zarr.storage import LocalStore, WrapperStore
 
 HERE = Path(__file__).parent
 WINDS = HERE.parent / "01_setup/data/navy_winds.nc"
-CHUNKS, PATCH, BATCH = (12, 73, 144), 64, 8  # a year of whole maps, 0.5 MB; cells; patches
+CHUNKS, PATCH, BATCH = (
+    (12, 73, 144),
+    64,
+    8,
+)  # a year of whole maps, 0.5 MB; cells; patches
 RANKS, THREADS = 2, 2  # Dask's, of each rank
 COUNTS = 1, 4, 16  # Dask's threads and Zarr's, in the study of too many
 LATENCY = 0.01  # seconds, of each chunk
@@ -56,7 +60,10 @@ MODES = {  # what it says in the table
 }
 LIMIT_MB, TASK_MB = 400, 600  # of the worker, and what the task takes
 LIMITED = {"memory_limit": f"{LIMIT_MB}MB", "n_workers": 1, "threads_per_worker": 1}
-QUIET = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}  # any free port; None would take 8787
+QUIET = {
+    "dashboard_address": ":0",
+    "silence_logs": logging.CRITICAL,
+}  # any free port; None would take 8787
 
 
 class Bucket(WrapperStore):
@@ -80,15 +87,35 @@ def write_store(path: Path) -> None:
 class Rank:
     """One of the processes that train: it makes tasks, and reads batches of patches, in one of the modes."""
 
-    def __init__(self, mode: str, path: str, address: str | None = None, threads=THREADS, zarrs=None):
+    def __init__(
+        self,
+        mode: str,
+        path: str,
+        address: str | None = None,
+        threads=THREADS,
+        zarrs=None,
+    ):
         self.mode, self.closing, self.client = mode, ExitStack(), None
         limit_of_zarr = zarr.config.set({"threading.max_workers": zarrs})
-        self.closing.enter_context(limit_of_zarr)  # in time: Zarr makes its pool as it first reads
+        self.closing.enter_context(
+            limit_of_zarr
+        )  # in time: Zarr makes its pool as it first reads
         self.generator = np.random.default_rng(0)
-        if mode in ("inside", "private", "host"):  # the host has the workers of all ranks
-            workers = {"n_workers": RANKS if mode == "host" else 1, "threads_per_worker": threads}
-            limit = {"memory_limit": 0} if mode == "inside" else {}  # it would count all that the rank holds
-            cluster = LocalCluster(processes=mode != "inside", **workers, **limit, **QUIET)
+        if mode in (
+            "inside",
+            "private",
+            "host",
+        ):  # the host has the workers of all ranks
+            workers = {
+                "n_workers": RANKS if mode == "host" else 1,
+                "threads_per_worker": threads,
+            }
+            limit = (
+                {"memory_limit": 0} if mode == "inside" else {}
+            )  # it would count all that the rank holds
+            cluster = LocalCluster(
+                processes=mode != "inside", **workers, **limit, **QUIET
+            )
             address = self.closing.enter_context(cluster).scheduler_address
         if address:
             self.client = self.closing.enter_context(Client(address))
@@ -102,9 +129,15 @@ class Rank:
         plain = [nothing(number) for number in range(tasks)]
         ended = time.perf_counter()
         if self.mode in ("zarr", "pool"):
-            found = list(self.pool.map(nothing, range(tasks))) if self.mode == "pool" else plain
+            found = (
+                list(self.pool.map(nothing, range(tasks)))
+                if self.mode == "pool"
+                else plain
+            )
         else:  # keys of their own for each call, so that a cluster computes them anew
-            found = dask.compute(*(dask.delayed(nothing)(n) for n in range(tasks)), **self.options)
+            found = dask.compute(
+                *(dask.delayed(nothing)(n) for n in range(tasks)), **self.options
+            )
         both = time.perf_counter() - ended
         assert list(found) == plain
         return 1e6 * (both - (ended - began)) / tasks if self.mode != "zarr" else 0.0
@@ -117,7 +150,9 @@ class Rank:
             fields = [da.from_zarr(field) for field in fields]
         batches, began = 0, time.perf_counter()
         while time.perf_counter() - began < seconds or not batches:
-            years = self.generator.permutation(fields[0].shape[0] // 12)[:BATCH]  # no two in one chunk
+            years = self.generator.permutation(fields[0].shape[0] // 12)[
+                :BATCH
+            ]  # no two in one chunk
             rooms = 12, *np.subtract(fields[0].shape[1:], PATCH - 1)
             corners = self.generator.integers(rooms, size=(BATCH, 3))
             self.batch(fields, corners + np.outer(years, [12, 0, 0]))
@@ -132,8 +167,12 @@ class Rank:
             return [field[t, y : y + PATCH, x : x + PATCH] for field in fields]
 
         if self.mode in ("zarr", "pool"):
-            return np.stack(list((map if self.mode == "zarr" else self.pool.map)(cut, corners)))
-        return np.stack(dask.compute([cut(corner) for corner in corners], **self.options)[0])
+            return np.stack(
+                list((map if self.mode == "zarr" else self.pool.map)(cut, corners))
+            )
+        return np.stack(
+            dask.compute([cut(corner) for corner in corners], **self.options)[0]
+        )
 
     def threads(self) -> dict:
         """Processes and threads of this rank and of all that it started, the latter by what they are for."""
@@ -157,10 +196,17 @@ def nothing(number: int) -> int:
 
 def threads_here() -> Counter:
     """The threads of this process by what they are for; those that Python does not know are the libraries'."""
-    kinds = {"MainThread": "main", "asyncio": "zarr", "zarr": "zarr", "ThreadPool": "tasks"}
+    kinds = {
+        "MainThread": "main",
+        "asyncio": "zarr",
+        "zarr": "zarr",
+        "ThreadPool": "tasks",
+    }
     kinds["Dask-Default"] = "tasks"
     names = [thread.name for thread in threading.enumerate()]
-    found = Counter(next((kinds[k] for k in kinds if k in name), "distributed") for name in names)
+    found = Counter(
+        next((kinds[k] for k in kinds if k in name), "distributed") for name in names
+    )
     return found + Counter(native=psutil.Process().num_threads() - len(names))
 
 
@@ -171,7 +217,9 @@ class Remote:
 
     def __init__(self, *arguments: object):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["dask.array", "distributed", "xarray", "zarr"])  # once for all
+        context.set_forkserver_preload(
+            ["dask.array", "distributed", "xarray", "zarr"]
+        )  # once for all
         self.process = ProcessPoolExecutor(1, context, Remote.start, arguments)
 
     @staticmethod
@@ -214,17 +262,26 @@ def compare(cases: list[dict], args: argparse.Namespace) -> list[dict]:
             host = [remote("host", path)] if case["mode"] == "shared" else []
             address = host[0]("address").result() if host else None
             own = case.get("threads_set", THREADS), case.get("zarr_threads")
-            teams.append(([remote(case["mode"], path, address, *own) for _ in range(RANKS)], host))
+            teams.append(
+                (
+                    [remote(case["mode"], path, address, *own) for _ in range(RANKS)],
+                    host,
+                )
+            )
 
         def both(ranks: list[Remote], *call: object) -> list:
             return [answer.result() for answer in [rank(*call) for rank in ranks]]
 
-        for number in range(args.repeats + 1):  # the first time makes pools, fills caches, and does not count
+        for number in range(
+            args.repeats + 1
+        ):  # the first time makes pools, fills caches, and does not count
             seconds = args.seconds if number else 0.0
             for runs, (ranks, _) in zip(found, teams):
                 run = {"us_alone": ranks[0]("overhead", args.tasks).result()}
                 run["us_both"] = sum(both(ranks, "overhead", args.tasks)) / RANKS
-                run["disk"], run["bucket"] = (sum(both(ranks, "read", slow, seconds)) for slow in (0, 1))
+                run["disk"], run["bucket"] = (
+                    sum(both(ranks, "read", slow, seconds)) for slow in (0, 1)
+                )
                 runs += [run] if number else []
         rows = []
         for case, runs, (ranks, host) in zip(cases, found, teams):
@@ -250,7 +307,10 @@ def outgrow_threads() -> str:
 def outgrow_inside() -> str:
     """What a worker in this process does when the process holds TASK_MB that are not Dask's."""
     own = np.ones(TASK_MB * 125_000)
-    with LocalCluster(processes=False, **LIMITED, **QUIET) as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(processes=False, **LIMITED, **QUIET) as cluster,
+        Client(cluster) as client,
+    ):
         (worker,) = cluster.workers.values()
         deadline = time.monotonic() + 60
         while worker.status.name != "paused" and time.monotonic() < deadline:
@@ -275,14 +335,21 @@ def outgrow_private() -> str:
             return f"KilledWorker: {tries} workers, one after another, ended for it"
 
 
-OUTGROW = {"threads": outgrow_threads, "inside": outgrow_inside, "private": outgrow_private}
+OUTGROW = {
+    "threads": outgrow_threads,
+    "inside": outgrow_inside,
+    "private": outgrow_private,
+}
 
 
 def outgrow() -> list[dict]:
     """What becomes of TASK_MB where LIMIT_MB are allowed, in each of OUTGROW's modes."""
     rows = []
     for number, (mode, study) in enumerate(OUTGROW.items(), 1):
-        print(f"{number} of {len(OUTGROW)}: {MODES[mode]}: {TASK_MB} MB, limit {LIMIT_MB} MB ...", flush=True)
+        print(
+            f"{number} of {len(OUTGROW)}: {MODES[mode]}: {TASK_MB} MB, limit {LIMIT_MB} MB ...",
+            flush=True,
+        )
         rows.append({"mode": mode, "outcome": study()})
     return rows
 
@@ -295,9 +362,14 @@ def show_dashboard(seconds: float) -> None:
         with LocalCluster(**workers, **QUIET) as cluster, Client(cluster):
             print(cluster.dashboard_link, flush=True)
             began = time.perf_counter()
-            group = zarr.open_group(Bucket(LocalStore(folder + "/winds.zarr")), mode="r")
+            group = zarr.open_group(
+                Bucket(LocalStore(folder + "/winds.zarr")), mode="r"
+            )
             while time.perf_counter() - began < seconds:
-                u, v = (da.from_zarr(group[name]) for name in ("eastward_wind", "northward_wind"))
+                u, v = (
+                    da.from_zarr(group[name])
+                    for name in ("eastward_wind", "northward_wind")
+                )
                 da.sqrt(u**2 + v**2).mean().compute()
 
 
@@ -309,7 +381,9 @@ def settings(gpus: int, cores: int, memory_gb: float) -> dict[str, float]:
     if gpus < 1 or cores < gpus or not memory_gb > 0:
         had = f"{gpus} GPUs, {cores} cores, {memory_gb} GB"
         raise ValueError(f"{had}: give a GPU, a core for each, and some memory")
-    share = cores // gpus  # of a rank: a core for its main thread, the rest to make batches
+    share = (
+        cores // gpus
+    )  # of a rank: a core for its main thread, the rest to make batches
     rest, found = max(1, share - 1), {"gpus": gpus, "share": share}
     # While one thread waits for its bytes or for Python's lock, the other decodes.
     found["zarr_threads"] = min(2, rest)
@@ -319,7 +393,9 @@ def settings(gpus: int, cores: int, memory_gb: float) -> dict[str, float]:
     found["processes"] = rest // found["threads"]
     half = memory_gb / 2  # ranks and the page cache have the other half
     found["limit_gb"] = half / (gpus * found["processes"])
-    found["alone"], found["alone_threads"] = nprocesses_nthreads(cores)  # Dask's own choice
+    found["alone"], found["alone_threads"] = nprocesses_nthreads(
+        cores
+    )  # Dask's own choice
     found["alone_limit_gb"] = 0.8 * memory_gb / found["alone"]
     return found
 
@@ -331,10 +407,18 @@ def limit(gigabytes: float) -> str:
 
 def lines(found: dict[str, float]) -> dict[str, list[str]]:
     """The same as lines to copy, for each way to work. The counts of threads are for data on a disk."""
-    f = {name: limit(value) if name.endswith("_gb") else value for name, value in found.items()}
+    f = {
+        name: limit(value) if name.endswith("_gb") else value
+        for name, value in found.items()
+    }
     zarrs = 'zarr.config.set({{"threading.max_workers": {}}})'.format
-    cluster = 'LocalCluster(n_workers={}, threads_per_worker={}, memory_limit="{}"'.format
-    private = cluster(f["processes"], f["threads"], f["limit_gb"]) + ', dashboard_address=":0")'
+    cluster = (
+        'LocalCluster(n_workers={}, threads_per_worker={}, memory_limit="{}"'.format
+    )
+    private = (
+        cluster(f["processes"], f["threads"], f["limit_gb"])
+        + ', dashboard_address=":0")'
+    )
     shared = cluster(f["gpus"] * f["processes"], f["threads"], f["limit_gb"]) + ")"
     alone = cluster(f["alone"], f["alone_threads"], f["alone_limit_gb"]) + ")"
     environment = f"ZARR_THREADING__MAX_WORKERS={f['threads']}"
@@ -345,24 +429,37 @@ def lines(found: dict[str, float]) -> dict[str, list[str]]:
             f"DataLoader(..., num_workers={f['num_workers']})",
         ],
         "synchronous": ["DASK_SCHEDULER=synchronous"],
-        "threads": [f'dask.config.set(scheduler="threads", num_workers={f["threads"]})', zarrs(f["threads"])],
+        "threads": [
+            f'dask.config.set(scheduler="threads", num_workers={f["threads"]})',
+            zarrs(f["threads"]),
+        ],
         "private": [environment, private],
         "shared": [environment, shared, "Client(address)  # in each rank"],
-        "before training": [environment.replace(f"={f['threads']}", f"={f['alone_threads']}"), alone],
+        "before training": [
+            environment.replace(f"={f['threads']}", f"={f['alone_threads']}"),
+            alone,
+        ],
     }
 
 
 def title(row: dict) -> str:
-    return MODES[row["mode"]] + (f", {row['threads_set']} of each" if "threads_set" in row else "")
+    return MODES[row["mode"]] + (
+        f", {row['threads_set']} of each" if "threads_set" in row else ""
+    )
 
 
 def show(rows: list[dict]) -> None:
     """Print a line for each mode: medians, and threads by what they are for."""
     print(f"{'':31}us a task, alone / both  patches/s, disk / late  processes  threads")
     for row in rows:
-        alone, both, disk, late = (row[key]["median"] for key in ("us_alone", "us_both", "disk", "bucket"))
+        alone, both, disk, late = (
+            row[key]["median"] for key in ("us_alone", "us_both", "disk", "bucket")
+        )
         counts = Counter(row["threads"])
-        print(f"{title(row):31}{alone:12,.0f} {both:10,.0f} {disk:12,.0f} {late:10,.0f}", end="")
+        print(
+            f"{title(row):31}{alone:12,.0f} {both:10,.0f} {disk:12,.0f} {late:10,.0f}",
+            end="",
+        )
         print(f"{counts.pop('processes'):11}{counts.total():9}: {dict(counts)}")
 
 
@@ -372,10 +469,20 @@ def save(rows: list[dict], flags: list[str]) -> None:
     if facts.exists():
         cpu = facts.read_text().partition("model name\t: ")[2].split("\n")[0] or cpu
     memory = round(psutil.virtual_memory().total / 2**30)
-    results = {"command": " ".join(["uv run python dask_modes.py", *flags]), "date": str(date.today())}
-    results["machine"] = {"cpu": cpu, "cores": os.cpu_count(), "memory_gb": memory, "gpu": None}
+    results = {
+        "command": " ".join(["uv run python dask_modes.py", *flags]),
+        "date": str(date.today()),
+    }
+    results["machine"] = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gb": memory,
+        "gpu": None,
+    }
     names = ("dask", "distributed", "zarr", "numpy")
-    results["versions"] = {"python": platform.python_version()} | {name: version(name) for name in names}
+    results["versions"] = {"python": platform.python_version()} | {
+        name: version(name) for name in names
+    }
     path = HERE / "results/dask_modes.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results | {"rows": rows}) + "\n")
@@ -395,7 +502,11 @@ def main(argv: list[str] | None = None) -> list[dict] | dict:
     add("--repeats", type=int, default=1, help="rounds, all modes in turn (default: 1)")
     add("--tasks", type=int, default=100, help="whose overhead is timed (default: 100)")
     add("--seconds", type=float, default=0.3, help="of each reading (default: 0.3)")
-    add("--memory", action="store_true", help="a task that outgrows its worker instead; takes minutes")
+    add(
+        "--memory",
+        action="store_true",
+        help="a task that outgrows its worker instead; takes minutes",
+    )
     add(
         "--settings",
         type=int,
@@ -403,8 +514,17 @@ def main(argv: list[str] | None = None) -> list[dict] | dict:
         metavar=("GPUS", "CORES", "GB"),
         help="the lines for a machine instead",
     )
-    add("--dashboard", type=float, metavar="SECONDS", help="keep a cluster at work instead")
-    add("--save-results", action="store_true", help="all measurements, as results/dask_modes.json")
+    add(
+        "--dashboard",
+        type=float,
+        metavar="SECONDS",
+        help="keep a cluster at work instead",
+    )
+    add(
+        "--save-results",
+        action="store_true",
+        help="all measurements, as results/dask_modes.json",
+    )
     args = parser.parse_args(argv)
     for mode in args.modes:
         if mode not in MODES:
@@ -420,10 +540,15 @@ def main(argv: list[str] | None = None) -> list[dict] | dict:
         except ValueError as error:
             parser.error(f"--settings {error}")
         for name, each in lines(found).items():
-            print(*(f"{title:17}{line}" for title, line in zip([name, "", ""], each)), sep="\n")
+            print(
+                *(f"{title:17}{line}" for title, line in zip([name, "", ""], each)),
+                sep="\n",
+            )
         return found
     if not WINDS.exists():
-        parser.error(f"../01_setup/data/{WINDS.name} is missing: run this in a copy of the whole book")
+        parser.error(
+            f"../01_setup/data/{WINDS.name} is missing: run this in a copy of the whole book"
+        )
     if args.dashboard:
         show_dashboard(args.dashboard)
         return []
@@ -431,7 +556,9 @@ def main(argv: list[str] | None = None) -> list[dict] | dict:
     if not args.memory or args.save_results:
         cases = [{"mode": mode} for mode in args.modes]
         if args.modes == list(MODES):
-            cases += [{"mode": "threads", "threads_set": n, "zarr_threads": n} for n in COUNTS]
+            cases += [
+                {"mode": "threads", "threads_set": n, "zarr_threads": n} for n in COUNTS
+            ]
         rows += compare(cases, args)
         show(rows)
     if args.memory or args.save_results:

@@ -26,9 +26,10 @@ from pathlib import Path
 from subprocess import CalledProcessError
 from tempfile import NamedTemporaryFile
 
+import torch
+
 import gpu_picture
 import gpu_tables
-import torch
 from gpu_plan import CHAPTER_5, DRY, FULL, Found, Plan
 from ladder import make_store
 
@@ -81,7 +82,9 @@ def run_part(name: str, plan: Plan, path: Path) -> None:
     found.finish(name)
 
 
-def run_apart(name: str, plan: Plan, path: Path, args: argparse.Namespace) -> str | None:
+def run_apart(
+    name: str, plan: Plan, path: Path, args: argparse.Namespace
+) -> str | None:
     """Run a part in a process of its own; None, or why it did not finish."""
     minutes = args.minutes
     context = get_context(args.start_method)
@@ -142,7 +145,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--output-dir", default=str(OUTPUTS), help="keeps what is finished")
     add("--report", action="store_true", help="measure nothing: show what there is")
     add("--save-results", action="store_true", help="write results/, with a picture")
-    add("--draw", metavar="FILE", type=Path, help="measure nothing: draw results/gpu_day_NAME.json")
+    add(
+        "--draw",
+        metavar="FILE",
+        type=Path,
+        help="measure nothing: draw results/gpu_day_NAME.json",
+    )
     args = parser.parse_args(argv)
     if args.draw:
         draw_or_refuse(parser, args.draw)
@@ -156,7 +164,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     check_folder(parser, args.output_dir)
     args.parts = list(dict.fromkeys(args.parts or PARTS))
     if not args.dry_run and not args.report and not can_compute():
-        parser.error("no GPU that torch can use; give --dry-run to see what it would do")
+        parser.error(
+            "no GPU that torch can use; give --dry-run to see what it would do"
+        )
     return args
 
 
@@ -165,7 +175,9 @@ def draw_or_refuse(parser: argparse.ArgumentParser, path: Path) -> None:
     try:
         print(f"picture: {draw(path)}")
     except OSError as error:
-        parser.error(f"--draw {path}: {error.strerror}; give a results/gpu_day_NAME.json")
+        parser.error(
+            f"--draw {path}: {error.strerror}; give a results/gpu_day_NAME.json"
+        )
     except (ValueError, KeyError, TypeError) as error:
         parser.error(f"--draw {path}: {error}; give a results/gpu_day_NAME.json")
     parser.exit()
@@ -240,7 +252,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
         args.start_method = choose_start_method(args)
     if any(PARTS[part][0] in ("gpu_runs", "gpu_loader") for part in todo):
         make_small_store(plan)
-    for number in (signal.SIGINT, signal.SIGTERM):  # also where a launcher ignores Ctrl-C
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # also where a launcher ignores Ctrl-C
         signal.signal(number, signal.default_int_handler)
     failed = []
     for part in todo:

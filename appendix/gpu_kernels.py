@@ -5,14 +5,15 @@ Import it in a process that has chapter 5's folder in its path and no other chap
 
 from dataclasses import replace
 
-import fixes
 import torch
-from gpu_plan import Found, Plan
-from gpu_steps import put_on_device
-from step import Step, make_batch, run_steps
 from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+import fixes
+from gpu_plan import Found, Plan
+from gpu_steps import put_on_device
+from step import Step, make_batch, run_steps
 
 TOP = 10  # operators that are kept
 IN_ORDER = "upsampling in channels_last"

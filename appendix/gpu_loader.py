@@ -10,15 +10,16 @@ from itertools import islice
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
-import fixes
 import torch
+from torch.utils.data import DataLoader
+
+import fixes
 from gpu_plan import Found, Plan
 from ladder import CLOUD
 from options import Options, parse_options
 from step import Step, wait_for
 from store import Location
 from task import make_data, make_datamodule
-from torch.utils.data import DataLoader
 
 FIRST_STEPS = 16  # that start everything up, and fill the slots' first blocks
 PARTS = ("input", "target", "unseen", "weight")
@@ -32,7 +33,9 @@ def run_loader(plan: Plan, found: Found) -> None:
         flags = ["--num-workers", workers]
         measure_loader(f"{workers} workers, pageable memory", flags, False, plan, found)
         if plan.device == "cuda" and workers in plan.pinned_workers:
-            measure_loader(f"{workers} workers, pinned memory", flags, True, plan, found)
+            measure_loader(
+                f"{workers} workers, pinned memory", flags, True, plan, found
+            )
     workers = plan.pinned_workers[-1]
     for patches in plan.loader_patches:
         flags = ["--num-workers", workers, "--patches-per-block", patches]
@@ -40,7 +43,9 @@ def run_loader(plan: Plan, found: Found) -> None:
         measure_loader(case, flags, True, plan, found)
 
 
-def measure_loader(case: str, flags: list, pinned: bool, plan: Plan, found: Found) -> None:
+def measure_loader(
+    case: str, flags: list, pinned: bool, plan: Plan, found: Found
+) -> None:
     """One case, unless there is a row of it."""
     if found.has("loader", case):
         return

@@ -7,14 +7,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-# Of each kind of step: its name in the results, its label, its colour (Okabe-Ito), its marker.
-KINDS = (
-    ("the same, one CUDA graph", "all fixes, bfloat16, one CUDA graph", "#009E73", "D"),
-    ("all fixes but channels_last, bfloat16", "all fixes but channels_last, bfloat16", "#CC79A7", "v"),
-    ("all fixes, bfloat16", "all fixes, bfloat16", "#0072B2", "^"),
-    ("TF32", "chapter 4's step, TF32", "#E69F00", "s"),
-    ("float32", "chapter 4's step, float32", "#000000", "o"),
-)
+# Kinds of steps by their name in the results: label, colour (Okabe-Ito), marker.
+KINDS = {
+    "the same, one CUDA graph": ("all fixes, bfloat16, one CUDA graph", "#009E73", "D"),
+    "all fixes but channels_last, bfloat16": (
+        "all fixes but channels_last, bfloat16",
+        "#CC79A7",
+        "v",
+    ),
+    "all fixes, bfloat16": ("all fixes, bfloat16", "#0072B2", "^"),
+    "TF32": ("chapter 4's step, TF32", "#E69F00", "s"),
+    "float32": ("chapter 4's step, float32", "#000000", "o"),
+}
 
 
 @rc_context({"font.size": 13, "axes.titlesize": 13})  # legible at half the size
@@ -27,15 +31,19 @@ def draw(results: dict[str, Any]) -> Figure:
     batches = sorted(plain)
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
-    axes.set(xlabel="samples in the batch", ylabel="samples/s", title=results["machine"]["gpu"])
+    axes.set_title(results["machine"]["gpu"])
+    axes.set_xlabel("samples in the batch")
+    axes.set_ylabel("samples/s")
     axes.loglog()
-    for case, label, colour, marker in KINDS:
+    for case, (label, colour, marker) in KINDS.items():
         style = {"color": colour, "marker": marker, "label": label}
         draw_rates(axes, find_rates(rows, case), style)
     axes.set_ylim(*axes.get_ylim())  # the next line may leave it
-    seconds = batches[0] / plain[batches[0]]["median"]
+    fewest = batches[0]
+    seconds = fewest / plain[fewest]["median"]
     label = f"a step of {1e3 * seconds:.1f} ms, whatever the batch"
-    axes.plot(batches, [each / seconds for each in batches], ":", color="0.5", label=label)
+    rates = [batch / seconds for batch in batches]
+    axes.plot(batches, rates, ":", color="0.5", label=label)
     axes.set_xticks(batches, batches)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -46,11 +54,12 @@ def draw(results: dict[str, Any]) -> Figure:
 
 def draw_rates(axes: Axes, rates: dict[int, dict], style: dict[str, str]) -> None:
     """Medians, with the range of their repeats."""
+    batches = list(rates)
     medians = [rate["median"] for rate in rates.values()]
     low = [rate["min"] for rate in rates.values()]
     high = [rate["max"] for rate in rates.values()]
-    axes.plot(list(rates), medians, markersize=8, **style)
-    axes.vlines(list(rates), low, high, color=style["color"])
+    axes.plot(batches, medians, markersize=8, **style)
+    axes.vlines(batches, low, high, color=style["color"])
 
 
 def find_rates(rows: list[dict[str, Any]], case: str) -> dict[int, dict]:
@@ -58,6 +67,8 @@ def find_rates(rows: list[dict[str, Any]], case: str) -> dict[int, dict]:
     found = {}
     for row in rows:
         batch, _, name = row["case"].partition(": ")
-        if row["part"] == "step" and name == case and "samples_per_second" in row:
-            found[int(batch.removeprefix("batch "))] = row["samples_per_second"]
+        is_kind = row["part"] == "step" and name == case
+        if is_kind and "samples_per_second" in row:
+            samples = int(batch.removeprefix("batch "))
+            found[samples] = row["samples_per_second"]
     return found

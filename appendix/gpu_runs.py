@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+
 from gpu_plan import CHAPTER_6, CHAPTERS, DETERMINISTIC, DRY, Found, Plan
 from gpu_train import RunError, Switches, read_module, summarize, train_apart
 from ladder import serve_store
@@ -35,7 +36,9 @@ def make_flags(plan: Plan, chapter: str, store: list[str], accelerator: str) -> 
     return list(map(str, flags))
 
 
-def train_each(part: str, cases: dict[str, tuple[str, list[str]]], found: Found) -> None:
+def train_each(
+    part: str, cases: dict[str, tuple[str, list[str]]], found: Found
+) -> None:
     """Train each case, (chapter, flags), that has no row yet. A run that fails has its reason."""
     for case, (chapter, flags) in cases.items():
         if found.has(part, case):
@@ -115,7 +118,9 @@ def exact_flags(plan: Plan, store: list[str], accelerator: str, steps: int) -> l
     return list(map(str, flags))
 
 
-def compare_repeats(plan: Plan, found: Found, store: list[str], root: Path, kind: str) -> None:
+def compare_repeats(
+    plan: Plan, found: Found, store: list[str], root: Path, kind: str
+) -> None:
     """Train twice, and once more in two pieces, of which the first is killed."""
     flags = exact_flags(plan, store, plan.accelerator, plan.exact_steps)
     is_deterministic = kind == DETERMINISTIC
@@ -179,7 +184,9 @@ def load_last(folder: Path) -> dict[str, torch.Tensor]:
 
 def list_warnings(log: Path) -> list[str]:
     """The operators that have no deterministic kernel, as torch warns of them."""
-    named = re.findall(r"(\S+) does not have a deterministic implementation", log.read_text())
+    named = re.findall(
+        r"(\S+) does not have a deterministic implementation", log.read_text()
+    )
     return sorted(set(named))
 
 

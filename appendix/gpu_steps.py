@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter, sleep
 
+import torch
+
 import fixes
 import roofline
-import torch
 from gpu_counters import Counters, describe_driver
 from gpu_plan import DETERMINISTIC, DRY, Found, Plan
 from ladder import spread
@@ -234,7 +235,9 @@ def run_energy(plan: Plan, found: Found) -> None:
         "all fixes in TF32": replace(best, bf16=False),
         "all fixes, bfloat16": best,
     }
-    steps = {name: put_on_device(Step(each, batch, device)) for name, each in kinds.items()}
+    steps = {
+        name: put_on_device(Step(each, batch, device)) for name, each in kinds.items()
+    }
     fixes.start(steps)
     sleep(IDLE_SECONDS)  # a context, and nothing to do
     found.add("energy", "idle", measure_energy(lambda: sleep(0.1), counters, plan, 0))

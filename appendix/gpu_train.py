@@ -22,7 +22,9 @@ class Switches:
     """What train.py has no flag for."""
 
     deterministic: bool = False  # kernels that add in the same order each time
-    tf32: bool = True  # convolutions of float32 with 10 bits of mantissa: torch's default
+    tf32: bool = (
+        True  # convolutions of float32 with 10 bits of mantissa: torch's default
+    )
     kill_after: int | None = None  # the process kills itself after so many steps
 
 
@@ -30,7 +32,9 @@ class RunError(Exception):
     """Why a run failed: the last line that it printed."""
 
 
-def train_apart(chapter: str, flags: list[str], folder: Path, switches: Switches = Switches()) -> dict:
+def train_apart(
+    chapter: str, flags: list[str], folder: Path, switches: Switches = Switches()
+) -> dict:
     """Train in a fork of this process: its summary, and what it took of the GPU.
 
     This process must not have used CUDA. It may have imported the heavy packages, which

@@ -11,9 +11,10 @@ import argparse
 import math
 
 import torch
-from lab_accumulation import Live  # counts the bytes of the tensors that are alive
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
+
+from lab_accumulation import Live  # counts the bytes of the tensors that are alive
 
 KEPT_BY_LAYER = 3  # tensors that a layer keeps: the inputs of its convolution, of GroupNorm and of SiLU
 
@@ -23,7 +24,9 @@ def network(layers: int) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         *(
-            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU())
+            nn.Sequential(
+                nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU()
+            )
             for _ in range(layers)
         )
     )
@@ -43,22 +46,37 @@ def step(layers: int, segments: int) -> dict:
         loss.backward()
     gradient = torch.cat([weight.grad.flatten() for weight in model.parameters()])
     kept, peak = (round(size / inputs.nbytes, 1) for size in (kept, live.peak))
-    return {"segments": segments, "kept": kept, "peak": peak, "calls": len(calls), "gradient": gradient}
+    return {
+        "segments": segments,
+        "kept": kept,
+        "peak": peak,
+        "calls": len(calls),
+        "gradient": gradient,
+    }
 
 
 def main(argv: list[str] | None = None) -> dict:
     """Print a line for each number of segments; return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=16, metavar="N", help="(default: 16)")
-    parser.add_argument("--segments", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="K")
+    parser.add_argument(
+        "--layers", type=int, default=16, metavar="N", help="(default: 16)"
+    )
+    parser.add_argument(
+        "--segments", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="K"
+    )
     args = parser.parse_args(argv)
     if not 1 <= args.layers <= 100:
         parser.error(f"--layers {args.layers}: give 1 to 100")
     for segments in args.segments:
         if segments < 1 or args.layers % segments:
-            parser.error(f"--segments {segments}: give numbers that divide {args.layers}, the --layers")
+            parser.error(
+                f"--segments {segments}: give numbers that divide {args.layers}, the --layers"
+            )
     torch.set_num_threads(1)  # tensors as small as these only wait for a second one
-    truth, rows = step(args.layers, 1).pop("gradient"), []  # one segment: nothing is computed twice
+    truth, rows = (
+        step(args.layers, 1).pop("gradient"),
+        [],
+    )  # one segment: nothing is computed twice
     print("segments   kept   k - 1 + 3N/k    peak   calls of layers   gradient")
     for segments in args.segments:
         row = step(args.layers, segments)

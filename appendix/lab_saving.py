@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present as remove_prefix
+from torch.nn.modules.utils import (
+    consume_prefix_in_state_dict_if_present as remove_prefix,
+)
 
 STEPS, KILLED_AT, RATE = 6, 3, 1e-3
 RAN = []  # what a file has made this process do
@@ -68,15 +70,29 @@ def train(state: dict | None = None, steps: int = STEPS) -> dict:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(batch), batch).backward()
         optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": steps}
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": steps,
+    }
 
 
 def resumed(file: Path, *parts: str) -> float:
     """The largest difference of any weight from a run that nobody killed, if only these parts were saved."""
-    torch.save({part: value for part, value in train(steps=KILLED_AT).items() if part in parts}, file)
+    torch.save(
+        {
+            part: value
+            for part, value in train(steps=KILLED_AT).items()
+            if part in parts
+        },
+        file,
+    )
     steps = STEPS if "step" in parts else STEPS - KILLED_AT  # as many more
     found, truth = train(torch.load(file, weights_only=True), steps), train()
-    return max((found["model"][key] - truth["model"][key]).abs().max().item() for key in truth["model"])
+    return max(
+        (found["model"][key] - truth["model"][key]).abs().max().item()
+        for key in truth["model"]
+    )
 
 
 def save(state: dict, file: Path) -> None:
@@ -89,7 +105,13 @@ def outcome(function, *args, **kwargs) -> str:
     """The name of the error that a call ends with, or "works"."""
     try:
         function(*args, **kwargs)
-    except (pickle.UnpicklingError, ImportError, RuntimeError, EOFError, OSError) as error:
+    except (
+        pickle.UnpicklingError,
+        ImportError,
+        RuntimeError,
+        EOFError,
+        OSError,
+    ) as error:
         return type(error).__name__
     return "works"
 
@@ -98,8 +120,14 @@ def file_sizes(file: Path) -> dict[str, int]:
     """Bytes of the files of some things."""
     state, matrix = train(steps=1), torch.zeros(1000, 1000)
     things = {"weights": state["model"], "weights, Adam and step": state}
-    things |= {"a row of a matrix of 4 MB": matrix[0], "that row's clone": matrix[0].clone()}
-    return {what: torch.save(value, file) or file.stat().st_size for what, value in things.items()}
+    things |= {
+        "a row of a matrix of 4 MB": matrix[0],
+        "that row's clone": matrix[0].clone(),
+    }
+    return {
+        what: torch.save(value, file) or file.stat().st_size
+        for what, value in things.items()
+    }
 
 
 def failed_saves(file: Path) -> dict[str, str]:
@@ -118,28 +146,38 @@ def wrapped_names() -> dict[str, str]:
     state, found = nn.DataParallel(Network()).state_dict(), {}
     found["names with DDP's 'module.'"] = outcome(Network().load_state_dict, state)
     remove_prefix(state, "module.")
-    return found | {"the same, prefix removed": outcome(Network().load_state_dict, state)}
+    return found | {
+        "the same, prefix removed": outcome(Network().load_state_dict, state)
+    }
 
 
 def whole_modules(file: Path) -> dict[str, str]:
     """How the loading of a pickled module ends, and what a file may do."""
     torch.save(Network(), file)
     found = {
-        f"a whole module, weights_only={safe}": outcome(torch.load, file, weights_only=safe)
+        f"a whole module, weights_only={safe}": outcome(
+            torch.load, file, weights_only=safe
+        )
         for safe in (True, False)
     }
-    old = sys.modules["old_models"] = types.ModuleType("old_models")  # a module that was renamed since
+    old = sys.modules["old_models"] = types.ModuleType(
+        "old_models"
+    )  # a module that was renamed since
     Network.__module__, old.Network, here = old.__name__, Network, Network.__module__
     torch.save(Network(), file)
     Network.__module__ = here
     del sys.modules["old_models"]
-    found["the same, its .py file renamed"] = outcome(torch.load, file, weights_only=False)
+    found["the same, its .py file renamed"] = outcome(
+        torch.load, file, weights_only=False
+    )
     RAN.clear()
     torch.save(Exploit(), file)
     for safe in (True, False):
         with suppress(pickle.UnpicklingError):
             torch.load(file, weights_only=safe)
-        found[f"code in the file, weights_only={safe}"] = "runs" if RAN else "does not run"
+        found[f"code in the file, weights_only={safe}"] = (
+            "runs" if RAN else "does not run"
+        )
     return found
 
 
@@ -149,11 +187,19 @@ def main(argv: list[str] | None = None) -> dict:
     torch.set_num_threads(1)  # tensors as small as these only wait for a second one
     with tempfile.TemporaryDirectory() as folder:
         file, parts = Path(folder, "last.ckpt"), ("model", "optimizer", "step")
-        differences = {", ".join(kept): resumed(file, *kept) for kept in (parts, parts[:2], parts[::2])}
-        sizes, ends = file_sizes(file), whole_modules(file) | failed_saves(file) | wrapped_names()
+        differences = {
+            ", ".join(kept): resumed(file, *kept)
+            for kept in (parts, parts[:2], parts[::2])
+        }
+        sizes, ends = (
+            file_sizes(file),
+            whole_modules(file) | failed_saves(file) | wrapped_names(),
+        )
     for kept, difference in differences.items():
         much = f"off by {'more' if difference > RATE else 'less'} than {RATE}, the learning rate"
-        print(f"{'resumed from ' + kept:42}{much if difference else 'equal to the bit'}")
+        print(
+            f"{'resumed from ' + kept:42}{much if difference else 'equal to the bit'}"
+        )
     for what, size in sizes.items():
         print(f"{'file of ' + what:42}{size / 1e3:,.0f} kB")
     for what, ended in ends.items():

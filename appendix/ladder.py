@@ -76,7 +76,11 @@ def choose_rungs(on_gpu: bool) -> list[Rung]:
     """The rungs: beside a GPU a process reads ahead; chapter 2 takes all GPUs, or two cores."""
     every = [] if on_gpu else ["--devices", "2"]
     one = ["--devices", "1", "--num-workers", "1"] if on_gpu else []
-    lower = [*one, "--precision", "bf16-mixed"]  # float32 where the hardware has no bfloat16
+    lower = [
+        *one,
+        "--precision",
+        "bf16-mixed",
+    ]  # float32 where the hardware has no bfloat16
     return [
         Rung("01_setup", [], on_store=False),
         Rung("02_multi_gpu", every, on_store=False),
@@ -95,7 +99,9 @@ class Meter:
         self.counters = find_counters()
         if self.counters and not find_spec("codecarbon"):
             names = " and ".join(self.counters)
-            print(f"note: {names} count joules; uv run --with codecarbon python ladder.py reads them")
+            print(
+                f"note: {names} count joules; uv run --with codecarbon python ladder.py reads them"
+            )
         elif self.counters:
             from codecarbon import OfflineEmissionsTracker  # no dependency of the book
 
@@ -140,7 +146,9 @@ def run_and_count(command: list[str]) -> float:
                 process.kill()
         if process.returncode:
             printed.seek(0)
-            raise subprocess.CalledProcessError(process.returncode, command, printed.read())
+            raise subprocess.CalledProcessError(
+                process.returncode, command, printed.read()
+            )
     return sum(seconds.values())
 
 
@@ -178,16 +186,30 @@ def serve_store(size: Size) -> Iterator[list[str]]:
     # The server ends with its stdin, and so also if this process is killed.
     serve = [sys.executable, "local_s3.py", "--latency-ms", str(LATENCY_MS)]
     server = subprocess.Popen(
-        [*serve, "--until-stdin-ends"], cwd=CLOUD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*serve, "--until-stdin-ends"],
+        cwd=CLOUD,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with server:
         endpoint = server.stdout.readline().strip()
         if not endpoint:
-            raise subprocess.CalledProcessError(server.wait(), serve, "it did not start")
-        yield ["--store", f"s3://winds/{size.store}", "--endpoint", endpoint, "--anonymous"]
+            raise subprocess.CalledProcessError(
+                server.wait(), serve, "it did not start"
+            )
+        yield [
+            "--store",
+            f"s3://winds/{size.store}",
+            "--endpoint",
+            endpoint,
+            "--anonymous",
+        ]
 
 
-def run_rung(rung: Rung, size: Size, steps: int, store: list[str], meter: Meter) -> dict:
+def run_rung(
+    rung: Rung, size: Size, steps: int, store: list[str], meter: Meter
+) -> dict:
     """Train for some steps: the run's summary and what it took."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(BOOK / rung.chapter / "train.py"), *rung.flags]
@@ -201,7 +223,9 @@ def run_rung(rung: Rung, size: Size, steps: int, store: list[str], meter: Meter)
         return json.loads(summary.read_text()) | cost
 
 
-def measure_rung(rung: Rung, size: Size, store: list[str], meter: Meter) -> dict[str, float]:
+def measure_rung(
+    rung: Rung, size: Size, store: list[str], meter: Meter
+) -> dict[str, float]:
     """Rate, wait and cost of a rung: the costs are those of a thousand samples."""
     short = run_rung(rung, size, size.short, store, meter)
     long = run_rung(rung, size, size.long, store, meter)
@@ -224,7 +248,9 @@ def climb(rungs: list[Rung], size: Size, repeats: int, meter: Meter) -> list[dic
     make_store(size)
     with serve_store(size) as store:
         print("warming up: one short run of each chapter", flush=True)
-        for rung in rungs:  # chapters 5 and 6 keep the climatology that they compute first
+        for (
+            rung
+        ) in rungs:  # chapters 5 and 6 keep the climatology that they compute first
             run_rung(rung, size, size.short, store, meter)
         for repeat in range(repeats):
             for number, rung in enumerate(rungs):
@@ -280,7 +306,11 @@ def save(rows: list[dict], repeats: int, with_library: bool) -> None:
         "versions": versions,
         "rows": rows,
     }
-    path = Path(__file__).parent / "results" / ("ladder_gpu.json" if gpu else "ladder.json")
+    path = (
+        Path(__file__).parent
+        / "results"
+        / ("ladder_gpu.json" if gpu else "ladder.json")
+    )
     path.write_text(json.dumps(results) + "\n")
 
 
@@ -306,17 +336,26 @@ def main(argv: list[str] | None = None) -> list[dict]:
     """Measure, print, and save if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--repeats", type=int, default=3, help="of each measurement, in turn (default: 3)")
+    add(
+        "--repeats",
+        type=int,
+        default=3,
+        help="of each measurement, in turn (default: 3)",
+    )
     add("--quick", action="store_true", help="tiny: that it works, not what it finds")
     add("--save-results", action="store_true", help="write results/")
     args = parser.parse_args(argv)
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats}: give at least 1")
     if args.quick and args.save_results:
-        parser.error("--save-results: --quick finds nothing worth keeping; leave one out")
+        parser.error(
+            "--save-results: --quick finds nothing worth keeping; leave one out"
+        )
     on_gpu = torch.accelerator.is_available()
     if not on_gpu and os.cpu_count() < 2:
-        parser.error("this machine has one core, and chapter 2 needs two: run this on another")
+        parser.error(
+            "this machine has one core, and chapter 2 needs two: run this on another"
+        )
     rungs = choose_rungs(on_gpu)
     for rung in rungs:
         script = BOOK / rung.chapter / "train.py"
@@ -328,7 +367,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     except subprocess.CalledProcessError as error:
         said = (error.stderr or error.stdout or "").strip() or "it said nothing"
         reason = said.splitlines()[-1]
-        parser.error(f"{' '.join(error.cmd[1:3])} ended with code {error.returncode}: {reason}")
+        parser.error(
+            f"{' '.join(error.cmd[1:3])} ended with code {error.returncode}: {reason}"
+        )
     if args.save_results:
         save(rows, args.repeats, with_library=meter.tracker is not None)
     return rows

@@ -43,7 +43,10 @@ from zarr.storage import LocalStore, WrapperStore
 WINDS = Path(__file__).parents[1] / "01_setup/data/navy_winds.nc"
 NAMES = ["eastward_wind", "northward_wind"]
 SHARD = 12  # maps
-LARGE = {"tile": 8, "times": 2}  # the second table: maps 64 times larger, nearly as those at 0.25 degrees
+LARGE = {
+    "tile": 8,
+    "times": 2,
+}  # the second table: maps 64 times larger, nearly as those at 0.25 degrees
 REWRITES = 4
 LONG_ENOUGH = 0.1  # seconds of a measurement, at least
 
@@ -95,7 +98,9 @@ class Format:
     label = ""
     ranges = True  # can be read from a bucket by range
 
-    def __init__(self, path: Path, shape: tuple[int, int, int], asked: list[int] | None = None):
+    def __init__(
+        self, path: Path, shape: tuple[int, int, int], asked: list[int] | None = None
+    ):
         self.path, self.shape, self.asked = path, shape, asked
         self.open()
 
@@ -126,7 +131,9 @@ class Arrays(Format):
         return np.stack([array[time] for array in self.arrays])
 
     def patch(self, time: int, row: int, column: int, size: int) -> np.ndarray:
-        return np.stack([a[time, row : row + size, column : column + size] for a in self.arrays])
+        return np.stack(
+            [a[time, row : row + size, column : column + size] for a in self.arrays]
+        )
 
 
 class NetCDF(Arrays):
@@ -135,14 +142,20 @@ class NetCDF(Arrays):
     @staticmethod
     def write(path: Path, winds: xr.Dataset, compress: bool = False) -> None:
         # zlib, since zstd is a plug-in, which every reader would need too.
-        encoding = {"chunksizes": (1, *grid(winds))} | ({"zlib": True, "complevel": 1} if compress else {})
-        winds.to_netcdf(path, engine="h5netcdf", encoding=dict.fromkeys(NAMES, encoding))
+        encoding = {"chunksizes": (1, *grid(winds))} | (
+            {"zlib": True, "complevel": 1} if compress else {}
+        )
+        winds.to_netcdf(
+            path, engine="h5netcdf", encoding=dict.fromkeys(NAMES, encoding)
+        )
 
     def open(self) -> None:
         self.stream = self.path if self.asked is None else self.source()
         # NetCDF-4 is HDF5. By default it keeps 8 MB of chunks, most of these winds, but nothing of terabytes:
         # here one chunk. (With no room it would fetch an uncompressed chunk row by row.)
-        self.file = h5py.File(self.stream, "r", rdcc_nbytes=4 * self.shape[1] * self.shape[2])
+        self.file = h5py.File(
+            self.stream, "r", rdcc_nbytes=4 * self.shape[1] * self.shape[2]
+        )
         self.arrays = [self.file[name] for name in NAMES]
 
     def close(self) -> None:
@@ -162,15 +175,27 @@ class Zarr(Arrays):
     @classmethod
     def write(cls, path: Path, winds: xr.Dataset, compress: bool = False) -> None:
         chunk = cls.chunk or grid(winds)
-        encoding = {"chunks": (1, *chunk), "compressors": [ZstdCodec(level=1)] if compress else None}
+        encoding = {
+            "chunks": (1, *chunk),
+            "compressors": [ZstdCodec(level=1)] if compress else None,
+        }
         if cls.sharded:  # as many whole chunks as cover the map
-            covered = (-(-cells // side) * side for cells, side in zip(grid(winds), chunk))
+            covered = (
+                -(-cells // side) * side for cells, side in zip(grid(winds), chunk)
+            )
             encoding["shards"] = (SHARD, *covered)
-        winds.to_zarr(path, zarr_format=3, consolidated=False, encoding=dict.fromkeys(NAMES, encoding))
+        winds.to_zarr(
+            path,
+            zarr_format=3,
+            consolidated=False,
+            encoding=dict.fromkeys(NAMES, encoding),
+        )
 
     def open(self) -> None:
         store = LocalStore(self.path, read_only=True)
-        group = zarr.open_group(store if self.asked is None else CountedStore(store, self.asked), mode="r")
+        group = zarr.open_group(
+            store if self.asked is None else CountedStore(store, self.asked), mode="r"
+        )
         self.arrays = [group[name] for name in NAMES]
 
     def dataset(self) -> xr.Dataset:
@@ -194,15 +219,28 @@ class Parquet(Format):
     label = "Parquet"
 
     @staticmethod
-    def write(path: Path, winds: xr.Dataset, compress: bool = False, dictionary: bool = False) -> None:
-        tensors = {name: pa.FixedShapeTensorArray.from_numpy_ndarray(winds[name].values) for name in NAMES}
+    def write(
+        path: Path, winds: xr.Dataset, compress: bool = False, dictionary: bool = False
+    ) -> None:
+        tensors = {
+            name: pa.FixedShapeTensorArray.from_numpy_ndarray(winds[name].values)
+            for name in NAMES
+        }
         table = pa.table({"time": winds.time.values} | tensors)
-        codec = {"compression": "zstd", "compression_level": 1} if compress else {"compression": "none"}
+        codec = (
+            {"compression": "zstd", "compression_level": 1}
+            if compress
+            else {"compression": "none"}
+        )
         # The default is a dictionary of values, which for measurements saves nothing and takes room.
-        pq.write_table(table, path, row_group_size=1, use_dictionary=dictionary, **codec)
+        pq.write_table(
+            table, path, row_group_size=1, use_dictionary=dictionary, **codec
+        )
 
     def open(self) -> None:
-        self.file = pq.ParquetFile(self.path if self.asked is None else self.source(), pre_buffer=True)
+        self.file = pq.ParquetFile(
+            self.path if self.asked is None else self.source(), pre_buffer=True
+        )
 
     def close(self) -> None:
         self.file.close(force=True)
@@ -229,7 +267,9 @@ class LMDB(Format):
                     transaction.cursor().putmulti(part)
 
     def open(self) -> None:
-        self.env = lmdb.open(str(self.path), subdir=False, readonly=True, lock=False, readahead=False)
+        self.env = lmdb.open(
+            str(self.path), subdir=False, readonly=True, lock=False, readahead=False
+        )
         self.transaction = self.env.begin(buffers=True)
 
     def close(self) -> None:
@@ -238,7 +278,9 @@ class LMDB(Format):
 
     def map(self, time: int) -> np.ndarray:
         """A view of the file: of no use once it is closed."""
-        return np.frombuffer(self.transaction.get(struct.pack(">I", time)), np.float32).reshape(self.shape)
+        return np.frombuffer(
+            self.transaction.get(struct.pack(">I", time)), np.float32
+        ).reshape(self.shape)
 
 
 def masked_crc(data: bytes) -> int:
@@ -266,7 +308,9 @@ class TFRecord(Format):
         while (start := self.file.tell()) < end:
             length, crc = struct.unpack("<QI", header := self.file.read(12))
             if crc != masked_crc(header[:8]):
-                raise ValueError(f"{self.path}: the header at byte {start} is torn; write the file again")
+                raise ValueError(
+                    f"{self.path}: the header at byte {start} is torn; write the file again"
+                )
             self.index.append((start + 12, length))
             self.file.seek(length + 4, os.SEEK_CUR)
 
@@ -278,7 +322,9 @@ class TFRecord(Format):
         self.file.seek(start)
         record = self.file.read(length + 4)
         if struct.unpack("<I", record[length:])[0] != masked_crc(record[:length]):
-            raise ValueError(f"{self.path}: record {time} is damaged; write the file again")
+            raise ValueError(
+                f"{self.path}: record {time} is damaged; write the file again"
+            )
         return np.frombuffer(record, np.float32, length // 4).reshape(self.shape)
 
 
@@ -302,7 +348,12 @@ class Tar(Format):
         self.file.close()
 
     def maps(self, times: int) -> Iterator[np.ndarray]:
-        return (npy for (npy,) in wds.WebDataset(str(self.path), shardshuffle=False).decode().to_tuple("npy"))
+        return (
+            npy
+            for (npy,) in wds.WebDataset(str(self.path), shardshuffle=False)
+            .decode()
+            .to_tuple("npy")
+        )
 
     def map(self, time: int) -> np.ndarray:
         start, length = self.index[time]
@@ -323,11 +374,23 @@ class Files(Format):
         path = self.path / f"{time:06}.npy"
         if self.asked is None:
             return np.load(path)
-        with CountedFile(path, self.asked) as file:  # an object of a bucket: fetched whole
+        with CountedFile(
+            path, self.asked
+        ) as file:  # an object of a bucket: fetched whole
             return np.load(io.BytesIO(file.read()))
 
 
-FORMATS = [NetCDF, Zarr, ShardedMaps, ShardedPatches, Parquet, LMDB, TFRecord, Tar, Files]
+FORMATS = [
+    NetCDF,
+    Zarr,
+    ShardedMaps,
+    ShardedPatches,
+    Parquet,
+    LMDB,
+    TFRecord,
+    Tar,
+    Files,
+]
 
 
 def grid(winds: xr.Dataset) -> tuple[int, int]:
@@ -337,7 +400,10 @@ def grid(winds: xr.Dataset) -> tuple[int, int]:
 
 def records(winds: xr.Dataset) -> Iterator[np.ndarray]:
     """Both variables of one time after another."""
-    return (np.stack([winds[name].values[time] for name in NAMES]) for time in range(winds.sizes["time"]))
+    return (
+        np.stack([winds[name].values[time] for name in NAMES])
+        for time in range(winds.sizes["time"])
+    )
 
 
 # ------------------------------------------------------------------------------------ what is measured
@@ -345,7 +411,11 @@ def records(winds: xr.Dataset) -> Iterator[np.ndarray]:
 
 def size(path: Path) -> tuple[int, int]:
     """Bytes and number of files."""
-    files = [part for part in path.rglob("*") if part.is_file()] if path.is_dir() else [path]
+    files = (
+        [part for part in path.rglob("*") if part.is_file()]
+        if path.is_dir()
+        else [path]
+    )
     return sum(file.stat().st_size for file in files), len(files)
 
 
@@ -353,9 +423,13 @@ def check(kind: type[Format], path: Path, winds: xr.Dataset) -> None:
     """Read all records in order, and the last by itself; ValueError unless every bit is as it was."""
     wanted = list(records(winds))
     with closing(kind(path, wanted[0].shape)) as stored:
-        found = [*map(np.copy, stored.maps(len(wanted))), np.copy(stored.map(len(wanted) - 1))]
+        found = [
+            *map(np.copy, stored.maps(len(wanted))),
+            np.copy(stored.map(len(wanted) - 1)),
+        ]
     content = [
-        [(record.shape, record.dtype, record.tobytes()) for record in side] for side in (wanted, found)
+        [(record.shape, record.dtype, record.tobytes()) for record in side]
+        for side in (wanted, found)
     ]
     if content[1] != [*content[0], content[0][-1]]:
         raise ValueError(f"{path} does not hold what was written")
@@ -369,10 +443,14 @@ def draw(number: int, patch: int, winds: xr.Dataset) -> list[tuple[int, int, int
     return list(zip(*(values.tolist() for values in drawn)))
 
 
-def count(kind: type[Format], path: Path, winds: xr.Dataset, corners: list[tuple], patch: int) -> dict:
+def count(
+    kind: type[Format], path: Path, winds: xr.Dataset, corners: list[tuple], patch: int
+) -> dict:
     """Requests and bytes: to open it and have the first patch, which fetches any index; then of a patch."""
     if not kind.ranges:
-        return dict.fromkeys(["open_requests", "open_bytes", "patch_requests", "patch_bytes"])
+        return dict.fromkeys(
+            ["open_requests", "open_bytes", "patch_requests", "patch_bytes"]
+        )
     asked: list[int] = []
     with closing(kind(path, (len(NAMES), *grid(winds)), asked)) as stored:
         stored.patch(*corners[0], patch)
@@ -381,7 +459,10 @@ def count(kind: type[Format], path: Path, winds: xr.Dataset, corners: list[tuple
             stored.patch(*corner, patch)
     later, number = asked[len(opened) :], len(corners) - 1
     found = {"open_requests": len(opened), "open_bytes": sum(opened)}
-    return found | {"patch_requests": len(later) / number, "patch_bytes": sum(later) / number}
+    return found | {
+        "patch_requests": len(later) / number,
+        "patch_bytes": sum(later) / number,
+    }
 
 
 def rate(run: Callable[[], object], items: int) -> float:
@@ -393,7 +474,9 @@ def rate(run: Callable[[], object], items: int) -> float:
     return done / seconds
 
 
-def clock(kind: type[Format], path: Path, winds: xr.Dataset, corners: list[tuple], patch: int) -> dict:
+def clock(
+    kind: type[Format], path: Path, winds: xr.Dataset, corners: list[tuple], patch: int
+) -> dict:
     """Write, read in order, read patches: seconds, records and patches a second."""
     times, start = winds.sizes["time"], perf_counter()
     kind.write(path, winds)
@@ -409,7 +492,10 @@ def clock(kind: type[Format], path: Path, winds: xr.Dataset, corners: list[tuple
 
     def by_xarray() -> None:
         for time, row, column in corners:
-            at = {"latitude": slice(row, row + patch), "longitude": slice(column, column + patch)}
+            at = {
+                "latitude": slice(row, row + patch),
+                "longitude": slice(column, column + patch),
+            }
             fields[NAMES].isel(time=time, **at).load()
 
     with closing(kind(path, (len(NAMES), *grid(winds)))) as stored:
@@ -438,7 +524,11 @@ def measure(winds: xr.Dataset, folder: Path, args: argparse.Namespace) -> list[d
     for row, timed in zip(rows, times):
         for name in timed[0]:
             values = [found[name] for found in timed]
-            row[name] = {"median": median(values), "min": min(values), "max": max(values)}
+            row[name] = {
+                "median": median(values),
+                "min": min(values),
+                "max": max(values),
+            }
     return rows
 
 
@@ -461,16 +551,33 @@ def sizes(winds: xr.Dataset, folder: Path) -> dict:
 
 def show(rows: list[dict], compressed: dict[str, int]) -> None:
     """Print sizes, speeds, and what a patch asks of a bucket."""
-    heads = "MB, packed, files, write s, maps/s, patches/s, by xarray, to open, a patch".split(", ")
+    heads = "MB, packed, files, write s, maps/s, patches/s, by xarray, to open, a patch".split(
+        ", "
+    )
     print(" " * 29, *(f"{head:>{max(9, len(head))}}" for head in heads))
     for row in rows:
-        speed = {name: f"{row[name]['median']:,.0f}" for name in row if name.endswith("per_second")}
+        speed = {
+            name: f"{row[name]['median']:,.0f}"
+            for name in row
+            if name.endswith("per_second")
+        }
         packed = compressed.get(row["format"])
-        cells = [f"{row['bytes'] / 1e6:.2f}", f"{packed / 1e6:.2f}" if packed else "", row["files"]]
-        cells += [f"{row['write_s']['median']:.3f}", speed["maps_per_second"], speed["patches_per_second"]]
+        cells = [
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{packed / 1e6:.2f}" if packed else "",
+            row["files"],
+        ]
+        cells += [
+            f"{row['write_s']['median']:.3f}",
+            speed["maps_per_second"],
+            speed["patches_per_second"],
+        ]
         cells += [speed.get("xarray_patches_per_second", "")]
         if row["patch_bytes"]:
-            parts = ((row[f"{part}_requests"], row[f"{part}_bytes"] / 1e3) for part in ("open", "patch"))
+            parts = (
+                (row[f"{part}_requests"], row[f"{part}_bytes"] / 1e3)
+                for part in ("open", "patch")
+            )
             cells += [f"{requests:.3g}, {kb:,.0f} kB" for requests, kb in parts]
         print(f"{row['format']:29}", *(f"{cell:>9}" for cell in cells))
 
@@ -482,9 +589,19 @@ def save(found: dict, argv: list[str]) -> None:
         cpu = facts.read_text().partition("model name\t: ")[2].split("\n")[0] or cpu
     memory = round(psutil.virtual_memory().total / 2**30)
     packages = ("zarr", "h5py", "h5netcdf", "xarray", "pyarrow", "lmdb", "webdataset")
-    results = {"command": " ".join(["uv run python storage_formats.py", *argv]), "date": str(date.today())}
-    results["machine"] = {"cpu": cpu, "cores": os.cpu_count(), "memory_gb": memory, "gpu": None}
-    results["versions"] = {"python": platform.python_version()} | {name: version(name) for name in packages}
+    results = {
+        "command": " ".join(["uv run python storage_formats.py", *argv]),
+        "date": str(date.today()),
+    }
+    results["machine"] = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gb": memory,
+        "gpu": None,
+    }
+    results["versions"] = {"python": platform.python_version()} | {
+        name: version(name) for name in packages
+    }
     path = Path(__file__).parent / "results/storage_formats.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results | {"rows": [found]}) + "\n")
@@ -495,26 +612,48 @@ def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--patch-size", type=int, default=32, help="cells along a side (default: 32)")
-    add("--patches", type=int, default=100, help="random ones in each measurement (default: 100)")
+    add(
+        "--patches",
+        type=int,
+        default=100,
+        help="random ones in each measurement (default: 100)",
+    )
     add("--rounds", type=int, default=1, help="of all formats in turn (default: 1)")
     add("--save-results", action="store_true", help="as results/storage_formats.json")
     args = parser.parse_args(argv)
     for name in ("patch_size", "patches", "rounds"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1")
+            parser.error(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1"
+            )
     if not WINDS.exists():
-        parser.error(f"../01_setup/data/{WINDS.name} is missing: run this in a copy of the whole book")
+        parser.error(
+            f"../01_setup/data/{WINDS.name} is missing: run this in a copy of the whole book"
+        )
     with xr.open_dataset(WINDS, engine="h5netcdf") as file:
         winds = file.load().drop_encoding()
     if args.patch_size > min(grid(winds)):
-        parser.error(f"--patch-size {args.patch_size}: larger than the map; give at most {min(grid(winds))}")
-    tiles = [winds.isel(time=slice(LARGE["times"])).drop_vars(["latitude", "longitude"])] * LARGE["tile"]
+        parser.error(
+            f"--patch-size {args.patch_size}: larger than the map; give at most {min(grid(winds))}"
+        )
+    tiles = [
+        winds.isel(time=slice(LARGE["times"])).drop_vars(["latitude", "longitude"])
+    ] * LARGE["tile"]
     large = xr.concat([xr.concat(tiles, "latitude")] * LARGE["tile"], "longitude")
-    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        found = {"winds": measure(winds, Path(first), args), "large": measure(large, Path(second), args)}
+    with (
+        tempfile.TemporaryDirectory() as first,
+        tempfile.TemporaryDirectory() as second,
+    ):
+        found = {
+            "winds": measure(winds, Path(first), args),
+            "large": measure(large, Path(second), args),
+        }
         found |= sizes(winds, Path(first))
     for name, fields in (("winds", winds), ("large", large)):
-        map_size, patch = " x ".join(map(str, grid(fields))), f"{args.patch_size} x {args.patch_size}"
+        map_size, patch = (
+            " x ".join(map(str, grid(fields))),
+            f"{args.patch_size} x {args.patch_size}",
+        )
         print(f"\n{fields.sizes['time']} maps of {map_size} cells, patches of {patch}")
         show(found[name], found["compressed"] if name == "winds" else {})
     for each in ("at_once", "one_by_one"):

@@ -26,17 +26,29 @@ import numpy as np
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    get_worker_info,
+)
 
 # Lightning, xarray and Zarr are imported where they are used, for each worker imports this file anew.
 
-START = "spawn" if sys.platform == "win32" else "forkserver"  # a fork beside threads may hang: number 2
+START = (
+    "spawn" if sys.platform == "win32" else "forkserver"
+)  # a fork beside threads may hang: number 2
 
 
 def in_workers(dataset: Dataset, workers: int = 2, **options) -> DataLoader:
     """A loader with workers, which have of this process only what is pickled."""
-    multiprocessing.set_forkserver_preload(["torch.nn.parallel"])  # once, for all workers
-    return DataLoader(dataset, num_workers=workers, multiprocessing_context=START, **options)
+    multiprocessing.set_forkserver_preload(
+        ["torch.nn.parallel"]
+    )  # once, for all workers
+    return DataLoader(
+        dataset, num_workers=workers, multiprocessing_context=START, **options
+    )
 
 
 class Samples(Dataset):
@@ -78,7 +90,10 @@ def missing_chunk() -> tuple[str, str]:
         field[:] = 1
         Path(folder, "c/2/0").unlink()
         mean = field[:].mean()
-        return f"{mean}, no error", f"{field.nchunks_initialized} of {field.nchunks} chunks exist"
+        return (
+            f"{mean}, no error",
+            f"{field.nchunks_initialized} of {field.nchunks} chunks exist",
+        )
 
 
 def packed_integers() -> tuple[str, str]:
@@ -98,11 +113,15 @@ def array_kept() -> tuple[str, str]:
     import xarray
 
     def kept(**options) -> str:
-        dataset = xarray.open_dataset(folder, engine="zarr", chunks=None, consolidated=False, **options)
+        dataset = xarray.open_dataset(
+            folder, engine="zarr", chunks=None, consolidated=False, **options
+        )
         tracemalloc.start()
         try:
             dataset["wind"].values.mean()
-            arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+            arrays = tracemalloc.DomainFilter(
+                inclusive=True, domain=np.lib.tracemalloc_domain
+            )
             held = tracemalloc.take_snapshot().filter_traces([arrays]).traces
         finally:
             tracemalloc.stop()
@@ -122,7 +141,9 @@ def dropped_by_each_worker() -> tuple[str, str]:
 
     def left(dataset: Dataset) -> str:
         loader = in_workers(dataset, 4, batch_size=16, drop_last=True)
-        return f"{sum(len(batch) for batch in loader)} samples, len(loader) {len(loader)}"
+        return (
+            f"{sum(len(batch) for batch in loader)} samples, len(loader) {len(loader)}"
+        )
 
     return left(Stream(100)), left(range(100))
 
@@ -133,8 +154,13 @@ def draw(generator: np.random.Generator | None, index: int) -> float:
 
 def generator_copied() -> tuple[str, str]:
     """Different random numbers in 8 samples of two workers, the generator stored; and made for each sample"""
-    datasets = [Samples(partial(draw, generator), 8) for generator in (np.random.default_rng(0), None)]
-    return tuple(f"{len({number.item() for number in in_workers(data)})} of 8" for data in datasets)
+
+    def different(generator: np.random.Generator | None) -> str:
+        loader = in_workers(Samples(partial(draw, generator), 8))
+        numbers = {number.item() for number in loader}
+        return f"{len(numbers)} of 8"
+
+    return different(np.random.default_rng(0)), different(None)
 
 
 def attribute_frozen() -> tuple[str, str]:
@@ -142,10 +168,14 @@ def attribute_frozen() -> tuple[str, str]:
 
     def seen(by_attribute: bool) -> str:
         dataset, indices, found = Samples(abs), [0], []
-        loader = in_workers(dataset, 1, batch_size=None, sampler=indices, persistent_workers=True)
+        loader = in_workers(
+            dataset, 1, batch_size=None, sampler=indices, persistent_workers=True
+        )
         for epoch in range(3):
             if by_attribute:
-                dataset.make = partial(operator.add, epoch)  # of which the workers have a copy since epoch 0
+                dataset.make = partial(
+                    operator.add, epoch
+                )  # of which the workers have a copy since epoch 0
             else:
                 indices[0] = epoch
             found += list(loader)
@@ -156,17 +186,21 @@ def attribute_frozen() -> tuple[str, str]:
 
 def resumed_in_an_epoch() -> tuple[str, str]:
     """Of 32 samples, stopped after 16 and started again: those never seen; and with a sampler that goes on"""
-    seed = partial(torch.Generator().manual_seed, 0)
-    order = torch.randperm(32, generator=seed()).tolist()
 
     def never_seen(first: dict, second: dict) -> str:
-        halves = [
-            islice(DataLoader(range(32), batch_size=None, **options), 16) for options in (first, second)
-        ]
-        return f"{32 - len({sample for half in halves for sample in list(half)})} of 32"
+        seen = set()
+        for options in (first, second):
+            loader = DataLoader(range(32), batch_size=None, **options)
+            seen |= set(islice(loader, 16))
+        return f"{32 - len(seen)} of 32"
 
-    anew = [{"shuffle": True, "generator": torch.Generator().manual_seed(0)} for _ in range(2)]
-    return never_seen(*anew), never_seen({"sampler": order}, {"sampler": order[16:]})
+    def shuffled() -> dict:
+        generator = torch.Generator().manual_seed(0)
+        return {"shuffle": True, "generator": generator}
+
+    order = torch.randperm(32).tolist()
+    goes_on = never_seen({"sampler": order}, {"sampler": order[16:]})
+    return never_seen(shuffled(), shuffled()), goes_on
 
 
 def descriptors_kept() -> tuple[str, str]:
@@ -177,7 +211,9 @@ def descriptors_kept() -> tuple[str, str]:
 
     def keep(copy: Callable) -> str:
         kept, batches = [], iter(in_workers(torch.zeros(64, 1), 1))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 60, limits[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 60, limits[1])
+        )
         try:
             kept += map(copy, batches)
         except (RuntimeError, OSError) as error:
@@ -206,15 +242,24 @@ def lambda_pickled() -> tuple[str, str]:
 
 def padded_metric() -> tuple[str, str]:
     """The mean of 0 to 8 (it is 4) over two ranks: mean of the ranks' means, padded; and from sums, unpadded"""
-    ranks = [list(DistributedSampler(range(9), 2, rank, shuffle=False)) for rank in range(2)]
-    padded = np.mean([np.mean(samples) for samples in ranks])
-    ranks = [range(rank, 9, 2) for rank in range(2)]
-    return f"{padded:.1f}", f"{sum(map(sum, ranks)) / sum(map(len, ranks)):.1f}"
+    means = []
+    total = 0
+    count = 0
+    for rank in range(2):
+        padded = list(DistributedSampler(range(9), 2, rank, shuffle=False))
+        means.append(np.mean(padded))
+        own = range(rank, 9, 2)
+        total += sum(own)
+        count += len(own)
+    return f"{np.mean(means):.1f}", f"{total / count:.1f}"
 
 
 def mean_of_means() -> tuple[str, str]:
     """A gradient (it is 1.8) from micro-batches of 1 and 9 valid cells: each divided by its own; and by all"""
-    cells, valid = torch.tensor([[0.0], [1.0]]), torch.arange(10) < torch.tensor([[1], [9]])
+    cells, valid = (
+        torch.tensor([[0.0], [1.0]]),
+        torch.arange(10) < torch.tensor([[1], [9]]),
+    )
 
     def gradient(counts: list[int]) -> str:
         weight = torch.zeros(1, requires_grad=True)
@@ -236,11 +281,15 @@ def unused_parameters() -> tuple[str, str]:
             return str(error).partition(". ")[0]
         return "two steps"
 
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         wrong, right = nn.Linear(2, 1), nn.Linear(2, 1)
         wrong.unused = nn.Linear(2, 1)
-        return steps(DistributedDataParallel(wrong)), steps(DistributedDataParallel(right))
+        return steps(DistributedDataParallel(wrong)), steps(
+            DistributedDataParallel(right)
+        )
     finally:
         distributed.destroy_process_group()
 
@@ -260,11 +309,20 @@ def fit(max_steps: int, scheduler: dict, checkpoint: str | None = None):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=10)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up} | scheduler}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": warm_up} | scheduler,
+            }
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     quiet = dict.fromkeys(
-        ["logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"], False
+        [
+            "logger",
+            "enable_progress_bar",
+            "enable_model_summary",
+            "enable_checkpointing",
+        ],
+        False,
     )
     trainer = lightning.Trainer(accelerator="cpu", max_steps=max_steps, **quiet)
     trainer.fit(OneWeight(), DataLoader(torch.ones(20, 1)), ckpt_path=checkpoint)
@@ -274,7 +332,9 @@ def fit(max_steps: int, scheduler: dict, checkpoint: str | None = None):
 def warm_up_per_epoch() -> tuple[str, str]:
     """The learning rate after 10 steps of a warm-up to 1 over 10; and with `"interval": "step"`"""
     trainers = fit(10, {}), fit(10, {"interval": "step"})
-    return tuple(f"{trainer.optimizers[0].param_groups[0]['lr']:.2f}" for trainer in trainers)
+    return tuple(
+        f"{trainer.optimizers[0].param_groups[0]['lr']:.2f}" for trainer in trainers
+    )
 
 
 def resumed_after_the_end() -> tuple[str, str]:
@@ -282,7 +342,9 @@ def resumed_after_the_end() -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = f"{folder}/last.ckpt"
         fit(4, {}).save_checkpoint(checkpoint)
-        return tuple(f"{fit(steps, {}, checkpoint).global_step - 4} steps" for steps in (4, 8))
+        return tuple(
+            f"{fit(steps, {}, checkpoint).global_step - 4} steps" for steps in (4, 8)
+        )
 
 
 SYMPTOMS: dict[int, Callable[[], tuple[str, str]]] = {
@@ -308,21 +370,34 @@ FOUND_ONLY = {5}  # the second way shows the damage and does not mend it
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Provoke and cure the symptoms that were asked for; print and return what each showed."""
+    rows = []
+    for number in parse(argv):
+        provoke = SYMPTOMS[number]
+        what = provoke.__doc__
+        # Most warnings are about runs as small as these.
+        with warnings.catch_warnings(action="ignore"):
+            symptom, cured = provoke()
+        row = {"number": number, "what": what, "symptom": symptom, "cured": cured}
+        rows.append(row)
+        label = "found" if number in FOUND_ONLY else "cured"
+        print(f"{number:>2}  {what}")
+        print(f"    wrong: {symptom}")
+        print(f"    {label}: {cured}", flush=True)
+    return rows
+
+
+def parse(argv: list[str] | None) -> list[int]:
+    """The numbers to provoke; exits with code 2 and a remedy if there is no such one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = ", ".join(map(str, SYMPTOMS))
-    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER", help=f"of {known}; all if none")
-    args = parser.parse_args(argv)
-    if unknown := [number for number in args.numbers if number not in SYMPTOMS]:
-        parser.error(f"NUMBER {unknown[0]}: not one that this script provokes; choose from {known}")
-    rows = []
-    for number in args.numbers or SYMPTOMS:
-        provoke = SYMPTOMS[number]
-        with warnings.catch_warnings(action="ignore"):  # most are about runs as small as these
-            symptom, cured = provoke()
-        rows.append({"number": number, "what": provoke.__doc__, "symptom": symptom, "cured": cured})
-        label = "found" if number in FOUND_ONLY else "cured"
-        print(f"{number:>2}  {provoke.__doc__}\n    wrong: {symptom}\n    {label}: {cured}", flush=True)
-    return rows
+    text = f"of {known}; all if none"
+    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER", help=text)
+    numbers = parser.parse_args(argv).numbers
+    for number in numbers:
+        if number not in SYMPTOMS:
+            remedy = f"not one that this script provokes; choose from {known}"
+            parser.error(f"NUMBER {number}: {remedy}")
+    return numbers or list(SYMPTOMS)
 
 
 if __name__ == "__main__":

@@ -43,35 +43,33 @@ def read_rows(path: str) -> list[dict]:
 
 def draw_wait(axes: Axes, rows: list[dict]) -> None:
     """A step's time, divided into waiting and computing, for the first and the last loader."""
-    in_process = [row for row in rows if row["num_workers"] == 0]
-    names = [LOADERS[row["loader"]] for row in in_process]
-    waits = [100 * row["data_wait_share"]["median"] for row in in_process]
+    names = []
+    waits = []
+    for row in rows:
+        if row["num_workers"] == 0:
+            names.append(LOADERS[row["loader"]])
+            waits.append(100 * row["data_wait_share"]["median"])
     works = [100 - wait for wait in waits]
     axes.barh(names, waits, color=WAIT, label="waiting for data", height=0.5)
     axes.barh(names, works, left=waits, color=WORK, label="computing", height=0.5)
     for place, wait in enumerate(waits):
-        inside = wait > 50
-        axes.text(
-            wait / 2 if inside else wait + 2,
-            place,
-            f"{wait:.0f}% waiting",
-            va="center",
-            ha="center" if inside else "left",
-            color="white",
-        )
+        text = f"{wait:.0f}% waiting"
+        axes.text(max(3, wait / 3), place, text, va="center", color="white")
     axes.invert_yaxis()
     axes.set(title="Where the time goes", xlabel="% of the time", xlim=(0, 100))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2, frameon=False)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.25)}
+    axes.legend(**below, ncols=2, frameon=False)
 
 
 def draw_rates(axes: Axes, rows: list[dict]) -> None:
     """Samples/s of each rung: the median, and the least and greatest."""
     for place, row in enumerate(rows):
         rate = row["samples_per_second"]
-        axes.plot([rate["min"], rate["max"]], [place, place], color=RATE, linewidth=2)
+        axes.hlines(place, rate["min"], rate["max"], color=RATE, linewidth=2)
         axes.plot(rate["median"], place, "o", color=RATE, markersize=8)
-        times = f"{row['times_naive']:.0f} times" if place else ""
-        axes.text(rate["max"] + 2, place, times, va="center")
+        if place:
+            times = f"{row['times_naive']:.0f} times"
+            axes.text(rate["max"] + 2, place, times, va="center")
     axes.set_yticks(range(len(rows)), STEPS)
     axes.invert_yaxis()
     axes.set(title="How fast it trains", xlabel="samples/s", xlim=(0, 118))

@@ -11,14 +11,14 @@ entry = load("appendix/other_data.py", "appendix_other_data")
 
 def test_with_one_value_the_anomalies_of_the_training_are_too_small() -> None:
     """And with more values less so, at the price of cells."""
-    spread = [entry.read_anomaly_spread(0.8, least) for least in (1, 3)]
+    spread = [entry.measure(0.8, least) for least in (1, 3)]
     ratios = [row["training"] / row["test"] for row in spread]
     assert ratios[0] < 0.6 < 0.7 < ratios[1]
     assert spread[0]["left"] > 3 * spread[1]["left"]
 
 
 def test_without_a_gap_the_spread_is_that_of_the_winds() -> None:
-    found = entry.read_anomaly_spread(0, 8)
+    found = entry.measure(0, 8)
     with xr.open_dataset(book.ROOT / "01_setup/data/navy_winds.nc") as winds:
         values = winds.to_dataarray().values.astype("float64")
     values = values.reshape(2, 11, 12, *values.shape[2:])  # years, months

@@ -130,11 +130,17 @@ def test_missing_paths_follows_cd_within_a_block() -> None:
 
 
 def test_the_table_of_effects_names_tests_that_exist() -> None:
-    text = (book.ROOT / "tests/README.md").read_text()
+    text = (HERE / "promises.md").read_text()
     named = re.findall(r"`((?:modules/)?test_\w+\.py)::(test_\w+)`", text)
     assert named
     missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (HERE / file).read_text()]
     assert missing == []
+
+
+def test_the_map_of_the_tests_names_files_that_exist() -> None:
+    named = re.findall(r"`((?:modules/)?test_[a-z0-9_*]+\.py)`", (HERE / "README.md").read_text())
+    assert named
+    assert [name for name in named if not list(HERE.glob(name))] == []
 
 
 # ---------------------------------------------------------------------------------------- notebooks
