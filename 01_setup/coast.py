@@ -4,8 +4,12 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 
 FILE = Path(__file__).resolve().parent.parent / "01_setup/data/coastline.csv"
+# White within black shows on light colours and on dark ones.
+EDGE = withStroke(linewidth=1.6, foreground="black")
+STYLE = {"color": "white", "linewidth": 0.7, "path_effects": [EDGE]}
 TURNS = (-360, 0, 360)  # longitudes of the map may begin anywhere
 
 
@@ -14,7 +18,7 @@ def draw_coast(axes: Axes) -> None:
     limits = axes.axis()
     for line in read_coast():
         for turn in TURNS:
-            axes.plot(line[:, 0] + turn, line[:, 1], color="0.25", linewidth=0.6)
+            axes.plot(line[:, 0] + turn, line[:, 1], **STYLE)
     axes.axis(limits)
 
 

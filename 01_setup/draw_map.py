@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MultipleLocator
 
 from coast import cover_land, draw_coast
 from datamodule import WindDataModule
@@ -22,7 +23,7 @@ from model import FillGaps
 from options import OUTPUTS, parse_options
 from task import make_data, make_datamodule
 
-SAMPLE = 4  # of those that judge a run: one over the Pacific
+SAMPLE = 0
 SOUTH, NORTH = -60, 60
 
 
@@ -47,11 +48,12 @@ def draw(datamodule: WindDataModule, model: FillGaps) -> Figure:
     west = maker.grid.longitude[patch.column]
     longitude = west + maker.grid.spacing * np.arange(size)
 
-    figure = Figure(figsize=(13, 3.9), layout="constrained")
+    figure = Figure(figsize=(11, 3.5), layout="constrained")
     all_axes = figure.subplots(1, 3, sharey=True)
     for axes, (title, field) in zip(all_axes, panels.items()):
         mesh = axes.pcolormesh(longitude, latitude, field, vmin=0, vmax=12)
         axes.set(title=title, ylim=(SOUTH, NORTH), facecolor="white")
+        axes.xaxis.set_major_locator(MultipleLocator(40))
         axes.xaxis.set_major_formatter(format_longitude)
         axes.yaxis.set_major_formatter(format_latitude)
         cover_land(axes)

@@ -1,7 +1,8 @@
 """Chapter 2: each way in which training on two devices is quietly not training on one.
 
-    uv run python wrong_ways.py                   # half a minute on two CPU cores
-    uv run python wrong_ways.py --save-results    # and write results/wrong_ways.json
+    uv run python wrong_ways.py                      # half a minute on two CPU cores
+    uv run python wrong_ways.py --drawn-steps 12     # and on the batches of 12 steps
+    uv run python wrong_ways.py --drawn-steps 12 --save-results   # and write results/
 
 Two processes do it wrong and do it right. Where there is a truth, one of them works it out
 alone. You should see a figure for each, and the cure. The ways are in wrong/.
@@ -18,7 +19,7 @@ from torch import distributed
 
 from results import save_rows
 from wrong.batch_norms import batch_norm, batch_norm_buffers
-from wrong.gradients import accumulated_mean_of_means, mean_of_means
+from wrong.gradients import accumulated_mean_of_means, errors_as_drawn, mean_of_means
 from wrong.hangs import collective_on_rank_0, unequal_batches, unused_parameters
 from wrong.metrics import metric, padded_validation
 from wrong.setting import LONG, RANKS
@@ -43,17 +44,22 @@ WAYS = {
 def main(argv: list[str] | None = None) -> list[dict]:
     """Do everything wrong and right; print and return what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    to = "write results/wrong_ways.json"
-    parser.add_argument("--save-results", action="store_true", help=to)
+    add = parser.add_argument
+    text = "also measure the first mistake on the batches of so many steps"
+    add("--drawn-steps", type=int, default=0, metavar="N", help=text)
+    add("--save-results", action="store_true", help="write results/wrong_ways.json")
     args = parser.parse_args(argv)
+    if args.drawn_steps < 0:
+        parser.error(f"--drawn-steps {args.drawn_steps}: give 0 or more")
     with tempfile.TemporaryDirectory() as folder:
         # If one rank fails, it ends the other and says why.
-        torch.multiprocessing.spawn(work, (folder,), RANKS)
+        torch.multiprocessing.spawn(work, (folder, args.drawn_steps), RANKS)
         rows = json.loads(Path(folder, "rows.json").read_text())
     for row in rows:
         print_way(row)
     if args.save_results:
-        save_rows("wrong_ways", "uv run python wrong_ways.py", rows)
+        command = f"uv run python wrong_ways.py --drawn-steps {args.drawn_steps}"
+        save_rows("wrong_ways", command, rows)
     return rows
 
 
@@ -66,7 +72,7 @@ def print_way(row: dict) -> None:
     print(f"  Cure: {row['cure']}")
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: str, drawn_steps: int) -> None:
     """What each process does: every way in turn. Rank 0 writes what was found."""
     torch.set_num_threads(1)
     # oneDNN's long sums in float32 are 5e-6 off by themselves.
@@ -77,6 +83,8 @@ def work(rank: int, folder: str) -> None:
     for way, cure in WAYS.items():
         row = {"way": way.__name__, "why": way.__doc__, "cure": cure}
         rows.append(row | way(rank))
+    if drawn_steps:
+        rows[0] |= errors_as_drawn(rank, drawn_steps)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     os._exit(0)  # the groups that hung have threads that would not end

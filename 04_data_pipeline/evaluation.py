@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from scipy.interpolate import griddata
 from scipy.spatial import QhullError
 from torch import nn
@@ -148,6 +149,7 @@ def plot_example(
         mesh = axes.pcolormesh(x, y, field, **colours)
         axes.pcolormesh(x, y, blank, cmap="gray", vmin=0, vmax=1)
         axes.set(title=title, xlabel="longitude", ylabel="latitude", facecolor="0.8")
+        axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_formatter(format_longitude)
         axes.yaxis.set_major_formatter(format_latitude)
         draw_coast(axes)

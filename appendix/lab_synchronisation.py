@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -100,7 +101,7 @@ def synchronise(
     model = DistributedDataParallel(network(), bucket_cap_mb=bucket_mb)
     sent: list[int] = []
 
-    def count_bytes(group, bucket: distributed.GradBucket) -> torch.futures.Future:
+    def count_bytes(group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         sent.append(bucket.buffer().nbytes)
         return allreduce_hook(group, bucket)  # what DDP does without a hook
 

@@ -19,7 +19,7 @@ import gpu_tables  # noqa: E402
 PARTS = (
     "machine ladder step exact loader wide kernels energy roofline large memory compile cpu scaling".split()
 )
-QUICK = "machine step exact wide kernels energy roofline scaling".split()
+QUICK = "machine exact energy scaling".split()
 RESULTS = "appendix/results/gpu_day_nvidia_h200.json"
 KERNELS = "appendix/results/gpu_kernels_nvidia_h200.json"
 

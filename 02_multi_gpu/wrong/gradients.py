@@ -26,7 +26,6 @@ from wrong.setting import (
 )
 
 WHAT = "error of the gradient"
-STEPS = range(12)
 
 
 def mean_of_means(rank: int) -> dict:
@@ -43,14 +42,18 @@ def mean_of_means(rank: int) -> dict:
         truth = true_gradient(size)
         row[f"wrong{note}"] = error(by_own_means(batches), truth)
         row[f"right{note}"] = error(by_one_count(batches), truth)
-    drawn = [error_as_drawn(rank, step) for step in STEPS]
-    row["wrong as drawn, step 0"] = drawn[0]
-    row["wrong as drawn, median of 12 steps"] = median(drawn)
     return row
 
 
+def errors_as_drawn(rank: int, steps: int) -> dict:
+    """The error of own counts for batches that nobody has sorted."""
+    errors = [error_as_drawn(rank, step) for step in range(steps)]
+    of_all = f"wrong as drawn, median of {steps} steps"
+    return {"wrong as drawn, step 0": errors[0], of_all: median(errors)}
+
+
 def error_as_drawn(rank: int, step: int) -> float:
-    """The error of own counts, for a batch whose samples nobody has sorted."""
+    """The error of own counts in a step."""
     batch = default_collate(draw_samples(step))
     each = BATCH // RANKS
     own = part(batch, each * rank, each * (rank + 1))
