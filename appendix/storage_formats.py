@@ -322,9 +322,8 @@ class TFRecord(Format):
         self.file.seek(start)
         record = self.file.read(length + 4)
         if struct.unpack("<I", record[length:])[0] != masked_crc(record[:length]):
-            raise ValueError(
-                f"{self.path}: record {time} is damaged; write the file again"
-            )
+            where = f"{self.path}: record {time}"
+            raise ValueError(f"{where} is damaged; write the file again")
         return np.frombuffer(record, np.float32, length // 4).reshape(self.shape)
 
 
