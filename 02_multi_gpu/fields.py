@@ -140,7 +140,7 @@ def split_times(time: xr.DataArray, limits: dict[str, tuple[str, str]]) -> list[
         given = f"{flag} {first} {last}"
         try:
             chosen = time.indexes["time"].slice_indexer(first, last)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"not dates of the store's calendar, {time.dt.calendar}"
             raise DataError(f"{given}: {reason}; {remedy}") from error
         positions = np.arange(time.size)[chosen]

@@ -47,5 +47,10 @@ def check_batch_size(args: argparse.Namespace) -> None:
 
 def read_environment(*names: str) -> int:
     """The first of these variables that a launcher has set; 0 if there is none."""
-    values = [os.environ[name] for name in names if os.environ.get(name)]
-    return int(values[0]) if values else 0
+    for name in names:
+        value = os.environ.get(name)
+        if value and not value.isdecimal():
+            refuse(f"{name}={value}: not a number; give each node as many tasks")
+        if value:
+            return int(value)
+    return 0

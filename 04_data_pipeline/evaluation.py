@@ -19,6 +19,7 @@ from fields import day_of
 from oi_baseline import OI, oi_baseline
 
 NETWORK = "U-Net"
+DIVERGED = "--learning-rate: the network's RMSE is not finite; give a lower rate"
 NOTHING_TO_JUDGE = "--test-times: no value is present in any patch; give others"
 
 
@@ -216,7 +217,10 @@ def print_gains(rmse: dict[str, dict[str, float]]) -> None:
 
 
 def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:
-    """Print what a reader wants to know of a run, in one block."""
+    """Print what a reader wants to know of a run, in one block.
+
+    DataError, below it, if the network's RMSE is not finite.
+    """
     rmse = metrics["rmse"][NETWORK]
     span = " to ".join(test_times)
     print(f"\nRMSE over the unseen cells of {span}, {', '.join(rmse)}")
@@ -239,3 +243,5 @@ def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:
     memory = f"peak memory {metrics['peak_memory_gb']:.1f} GB"
     print(f"{metrics['steps']} steps in {metrics['seconds']:.0f} s, {memory}")
     print(f"picture: {picture}")
+    if not np.isfinite(list(rmse.values())).all():
+        raise DataError(DIVERGED)

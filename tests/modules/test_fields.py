@@ -424,6 +424,7 @@ OUTSIDE = {  # times, those to train on and to test on, and what is said
         "1982-07 1982-07-31",
         "--test-times 1982-07 1982-07-31: not dates of the store's calendar, 360_day; give dates of 1982-01-01 to",
     ),
+    "not a time": (DATES, JUNE, "NaT 1982-12", "--test-times NaT 1982-12: not dates of the store's calendar"),
     "empty": (DATES, JUNE, "1982-12 1982-11", "--test-times 1982-12 1982-11: no times; give dates of"),
     "five digits": (
         LATE,
