@@ -185,6 +185,6 @@ def test_the_network_is_compared_with_the_best_simple_fill_and_oi(units: tuple[s
 def test_a_run_that_diverged_ends_with_an_error_after_its_summary(capsys) -> None:
     rmse = {"climatology": {"m/s": 2.0}, "U-Net": {"m/s": float("nan")}}
     metrics = {"rmse": rmse, "steps": 4, "seconds": 1, "peak_memory_gb": 1}
-    with pytest.raises(evaluation.DataError, match="--learning-rate: .* not finite"):
+    with pytest.raises(evaluation.DataError, match=r"--learning-rate: .* not finite"):
         evaluation.print_summary(metrics, ["1991", "1992"], Path("fill.png"))
     assert "picture: fill.png" in capsys.readouterr().out
