@@ -42,10 +42,12 @@ OI_WEIGHT = 0.7  # in the mix; the rest is the network's
 # Share of the patch's own covariance, taper in rows and columns, noise: the chosen ones
 # first, then with one changed.
 CHOSEN = (0.6, 8, 16, 0.002)
-OTHER_SHARES = [(share, 8, 16, 0.002) for share in (0, 0.3, 0.8, 1)]
-OTHER_TAPERS = [(0.6, *taper, 0.002) for taper in ((4, 8), (8, 8), (16, 16), (16, 32))]
-OTHER_NOISES = [(0.6, 8, 16, noise) for noise in (0.0005, 0.01, 0.05)]
-CHOICES = [CHOSEN, *OTHER_SHARES, (1, 8, 16, 0.01), *OTHER_TAPERS, *OTHER_NOISES]
+CHOICES = [CHOSEN]
+CHOICES += [(share, 8, 16, 0.002) for share in (0, 0.3, 0.8, 1)]
+CHOICES += [(1, 8, 16, 0.01)]
+CHOICES += [(0.6, rows, 8, 0.002) for rows in (4, 8)]
+CHOICES += [(0.6, 16, columns, 0.002) for columns in (16, 32)]
+CHOICES += [(0.6, 8, 16, noise) for noise in (0.0005, 0.01, 0.05)]
 EVAL_SAMPLES = 96
 FEW = 48  # patches of 1990 that judge a choice
 VERY_FEW = 2  # with --quick
@@ -78,12 +80,14 @@ def oi_choices(repeats: int) -> list[dict]:
         filled[choice] = [fill(k) for k in judged.numbers]
         row = {"local_share": share, "taper_rows": height, "taper_columns": width}
         row["noise"] = noise
-        rows.append(row | {"validation_rmse": judged.rmse(filled[choice])})
+        row["validation_rmse"] = judged.rmse(filled[choice])
+        rows.append(row)
     *_, longest = all_networks().values()
     by_network = [judged.by_network(k, longest) for k in judged.numbers]
     for weight in WEIGHTS:
         mixed = mix(weight, filled[CHOSEN], by_network)
-        rows.append({"oi_weight": weight, "validation_rmse": judged.rmse(mixed)})
+        rmse = judged.rmse(mixed)
+        rows.append({"oi_weight": weight, "validation_rmse": rmse})
     return rows
 
 
@@ -177,7 +181,8 @@ def compare(data: Data, period: str, networks: dict[str, nn.Module]) -> list[dic
         rows.append({"fill": name, "rmse": rmse, "seconds": seconds})
     longest = filled[name]
     mixed = mix(OI_WEIGHT, filled[OI], longest)
-    rows.append({"fill": "both", "rmse": judged.rmse(mixed), "oi_weight": OI_WEIGHT})
+    rmse = judged.rmse(mixed)
+    rows.append({"fill": "both", "rmse": rmse, "oi_weight": OI_WEIGHT})
     return [*rows, agreement(filled[OI], longest, judged)]
 
 
@@ -196,7 +201,8 @@ def agreement(
     products = np.zeros((2, 2))
     std = judged.data.climatology.std[:, None, None]
     for sample, *both in zip(judged.samples, by_oi, by_network):
-        errors = np.stack([std * (one - sample["target"]) for one in both])
+        errors = [std * (one - sample["target"]) for one in both]
+        errors = np.stack(errors)
         weighted = np.sqrt(sample["weight"]) * errors
         of_patch = np.einsum("avij,bvij->ab", weighted, weighted)
         ahead += int(of_patch[0, 0] < of_patch[1, 1])

@@ -1,31 +1,26 @@
-"""Appendix: what a cache of chunks hits, by the order of reading, by its limit, and what a hit is worth.
+"""Appendix: what a cache of chunks hits, what its limit means, and what a hit is worth.
 
-    uv run python caches.py                  # hit rates, ranks, limits; rates for a store 30 ms away, and at hand
+    uv run python caches.py                  # half a minute
     uv run python caches.py --latency-ms 100
     uv run python caches.py --save-results   # and results/caches.json and results/caches.png
 
-You should see real caches hit as often as the formulas say, a folder outgrow its limit, and what a patch
-takes through each cache. Zarr's own CacheStore keeps compressed chunks, zict's LRU decoded ones.
+You should see real caches hit as often as the formulas say, a folder outgrow its limit,
+and what a patch takes through each cache, from a store 30 ms away and from one at hand.
+Zarr's own CacheStore keeps compressed chunks, zict's LRU decoded ones.
 """
 
 import argparse
 import asyncio
-import json
 import math
-import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-import psutil
 import xarray as xr
 import zarr
 from matplotlib.figure import Figure
@@ -36,30 +31,30 @@ from zarr.experimental.cache_store import CacheStore
 from zarr.storage import LocalStore, MemoryStore, WrapperStore
 from zict import LRU
 
+from saving import save_rows
+
 HERE = Path(__file__).parent
 WINDS = HERE.parent / "01_setup/data/navy_winds.nc"
-ORDERS = "same", "shuffled", "draws", "pinned", "blocks"
-SHARES = 0.1, 0.25, 0.5, 0.75, 0.9, 1.0  # of the data's bytes that a cache may hold
-RANKS = (
-    (1, 0.5),
-    (2, 0.5),
-    (8, 1 / 16),
-    (8, 1 / 8),
-    (8, 0.5),
-)  # how many; the share each may hold
-BLOCK_PATCHES, SLOTS = 8, 16  # of the order "blocks"
+ORDERS = ("same", "shuffled", "draws", "pinned", "blocks")
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # of the data's bytes that a cache may hold
+# How many ranks, and the share that each may hold.
+RANKS = ((1, 0.5), (2, 0.5), (8, 1 / 16), (8, 1 / 8), (8, 0.5))
+BLOCK_PATCHES = 8  # of the order "blocks"
+SLOTS = 16
 ITEM_BYTES = 64  # any: hits are counted, not timed
-MAP, PATCH = (
-    (361, 720),
-    64,
-)  # cells: a map of 0.5 degrees, which is a chunk, and a side of a patch
+MAP = (361, 720)  # cells: a map of 0.5 degrees, which is a chunk
+PATCH = 64  # cells along a side
+# Caches, and their budgets as shares of the decoded bytes.
 CACHES = (
     ("none", 0.0),
     ("memory", 1.0),
     ("disk", 1.0),
     ("decoded", 1.0),
-)  # budget: share of the decoded bytes
-CACHES += ("memory", 0.5), ("disk", 0.5), ("decoded", 0.5), ("pinned", 0.5)
+    ("memory", 0.5),
+    ("disk", 0.5),
+    ("decoded", 0.5),
+    ("pinned", 0.5),
+)
 PROTOTYPE = default_buffer_prototype()
 
 
@@ -68,7 +63,8 @@ class Bucket(WrapperStore):
 
     def __init__(self, store: Store, latency: float = 0):
         super().__init__(store)
-        self.latency, self.requests = latency, 0
+        self.latency = latency
+        self.requests = 0
 
     async def get(self, key: str, *how, **more):
         self.requests += 1
@@ -80,56 +76,61 @@ class Bucket(WrapperStore):
 class Pinned(WrapperStore):
     """Keeps the first objects that are read, up to `max_size` bytes, and evicts none.
 
-    What another process has left in `cache_store` is used, and counts. Parts of objects (shards) are not kept.
+    What another process has left in `cache_store` is used, and counts. Parts of objects
+    (shards) are not kept.
     """
 
     def __init__(self, store: Store, *, cache_store: Store, max_size: int):
         super().__init__(store)
-        self.cache, self.max_size, self.left = cache_store, max_size, None
+        self.cache = cache_store
+        self.max_size = max_size
+        self.left: int | None = None  # bytes; known once the cache has been looked at
 
     async def get(self, key: str, prototype, byte_range=None):
         if byte_range is not None:
             return await super().get(key, prototype, byte_range)
         if self.left is None:
             held = await self.cache.getsize_prefix("")
-            self.left = (
-                self.max_size - held if self.left is None else self.left
-            )  # another read was quicker
+            if self.left is None:  # no other read was quicker
+                self.left = self.max_size - held
         found = await self.cache.get(key, prototype)
-        if found is None:
-            found = await super().get(key, prototype)
-            if found is not None and len(found) <= self.left:
-                self.left -= len(
-                    found
-                )  # before the next await: reads under way share what is left
-                await self.cache.set(key, found)
+        if found is not None:
+            return found
+        found = await super().get(key, prototype)
+        if found is not None and len(found) <= self.left:
+            # Before the next await, because reads under way share what is left.
+            self.left -= len(found)
+            await self.cache.set(key, found)
         return found
 
 
-# --------------------------------------------------------------------------- how often is a chunk there?
+# ------------------------------------------------------------ how often is a chunk there?
 
 
 def shuffled(items: int, kept: int) -> float:
-    """Expected hits of an LRU cache of `kept` items that sees all items once an epoch, shuffled anew.
+    """Expected hits of an LRU cache of `kept` items, if each epoch is shuffled anew.
 
     As `items` grows: f + (1 - f) ln(1 - f), where f = kept / items.
     """
-    sum_of_inverses = sum(1 / n for n in range(items - kept + 1, items + 1))
-    return (kept - (items - kept) * sum_of_inverses) / items
+    inverses = [1 / n for n in range(items - kept + 1, items + 1)]
+    return (kept - (items - kept) * sum(inverses)) / items
 
 
 def expected(order: str, items: int, kept: int) -> float:
     """Expected hits in one of ORDERS."""
-    at_random, share = shuffled(items, kept), kept / items
-    # Of a block's P patches all but the first find it there, if the cache has room for the blocks of all slots.
-    blocks = (at_random + (BLOCK_PATCHES - 1) * (kept >= SLOTS)) / BLOCK_PATCHES
-    return {"same": float(kept == items), "shuffled": at_random, "blocks": blocks}.get(
-        order, share
-    )
+    if order == "same":
+        return float(kept == items)
+    if order == "shuffled":
+        return shuffled(items, kept)
+    if order == "blocks":
+        # All but the first of a block's patches find it there, if all slots have room.
+        others = BLOCK_PATCHES - 1 if kept >= SLOTS else 0
+        return (shuffled(items, kept) + others) / BLOCK_PATCHES
+    return kept / items
 
 
-def of_ranks(ranks: int, share: float) -> float:
-    """Expected hits of a rank's own LRU cache of so large a share of the data; each epoch deals items anew."""
+def expected_of_ranks(ranks: int, share: float) -> float:
+    """Expected hits of a rank's own LRU cache of a share of the data, dealt anew each epoch."""
     if share * ranks <= 1:
         return ranks * (share + (1 - share) * math.log1p(-share))
     return 1 + ranks * (1 - share) * math.log1p(-1 / ranks)
@@ -144,17 +145,19 @@ def epoch(order: str, items: int, rng: np.random.Generator) -> np.ndarray:
     shuffle = rng.permutation(items)
     if (
         order == "blocks"
-    ):  # as in chapter 4: so many blocks side by side, P patches of each in turn
-        return np.tile(shuffle.reshape(-1, 1, SLOTS), (1, BLOCK_PATCHES, 1)).ravel()
+    ):  # as in chapter 4: some blocks at a time, patches of each in turn
+        blocks = shuffle.reshape(-1, 1, SLOTS)
+        return np.tile(blocks, (1, BLOCK_PATCHES, 1)).ravel()
     return shuffle
 
 
 def make_cache(
     kind: Callable, items: int, kept: float, folder: Path | None = None
 ) -> tuple[Bucket, WrapperStore]:
-    """A bucket of items that weigh ITEM_BYTES each, and a cache before it, in a folder or in memory."""
+    """A bucket of items of ITEM_BYTES, and a cache before it, in a folder or in memory."""
     value = PROTOTYPE.buffer.from_bytes(bytes(ITEM_BYTES))
-    bucket = Bucket(MemoryStore({f"c/{item}": value for item in range(items)}))
+    objects = {f"c/{item}": value for item in range(items)}
+    bucket = Bucket(MemoryStore(objects))
     cache_store = LocalStore(folder) if folder else MemoryStore()
     return bucket, kind(bucket, cache_store=cache_store, max_size=kept * ITEM_BYTES)
 
@@ -167,75 +170,78 @@ async def read(store: WrapperStore, items: np.ndarray) -> None:
 def hit_rates(
     bucket: Bucket, cache: WrapperStore, epochs: list[np.ndarray]
 ) -> list[float]:
-    """Read each epoch through the cache; the share of it for which the bucket was not asked."""
+    """The share of each epoch's reads for which the bucket was not asked."""
     found = []
     for items in epochs:
         before = bucket.requests
         asyncio.run(read(cache, items))
-        found.append(1 - (bucket.requests - before) / len(items))
+        misses = bucket.requests - before
+        found.append(1 - misses / len(items))
     return found
 
 
 def by_order(items: int, epochs: int, seed: int) -> list[dict]:
-    """Hits of real caches after an epoch that fills them: a row for each order and share, and the formula's."""
+    """A row for each order and share: hits of real caches once they are full, and expected."""
     rows = []
     for order in ORDERS:
         for share in SHARES:
-            rng, kept = np.random.default_rng(seed), round(share * items)
-            bucket, cache = make_cache(
-                Pinned if order == "pinned" else CacheStore, items, kept
-            )
-            fill = (
-                "shuffled" if order == "draws" else order
-            )  # reads all items, so that the cache is full
-            read_in = [epoch(each, items, rng) for each in (fill, *[order] * epochs)]
-            _, *found = hit_rates(bucket, cache, read_in)
-            error = float(np.std(found, ddof=1) / math.sqrt(epochs))
+            kept = round(share * items)
+            rng = np.random.default_rng(seed)
+            kind = Pinned if order == "pinned" else CacheStore
+            # The first epoch reads all items, so that the cache is full.
+            fill = "shuffled" if order == "draws" else order
+            orders = [fill] + [order] * epochs
+            read_in = [epoch(each, items, rng) for each in orders]
+            _, *found = hit_rates(*make_cache(kind, items, kept), read_in)
             row = {
                 "study": "orders",
                 "order": order,
                 "share": share,
                 "hits": float(np.mean(found)),
+                "standard_error": float(np.std(found, ddof=1) / math.sqrt(epochs)),
+                "expected": expected(order, items, kept),
             }
-            rows.append(
-                row
-                | {"standard_error": error, "expected": expected(order, items, kept)}
-            )
+            rows.append(row)
     return rows
 
 
 def by_rank(items: int, epochs: int, seed: int) -> list[dict]:
-    """Hits of the ranks' own caches: chunks dealt anew each epoch, or the same to each rank always."""
+    """A row for each number of ranks and share: hits of the ranks' own caches."""
     rows = []
     for ranks, share in RANKS:
-        row, kept = (
-            {"study": "ranks", "ranks": ranks, "share": share},
-            round(share * items),
-        )
+        kept = round(share * items)
+        own = items // ranks
+        row = {"study": "ranks", "ranks": ranks, "share": share}
         for deal in ("anew", "fixed"):
-            rng, warm_up = np.random.default_rng(seed), 6 * ranks
-            deals = [[] for _ in range(ranks)]
-            for _ in range(warm_up + epochs):
-                order = rng.permutation(items)
-                for rank, dealt in enumerate(deals):
-                    dealt.append(
-                        order[rank::ranks]
-                        if deal == "anew"
-                        else order[order % ranks == rank]
-                    )
-            found = [
-                hit_rates(*make_cache(CacheStore, items, kept), dealt)[warm_up:]
-                for dealt in deals
-            ]
-            row[deal] = float(np.mean(found))
-        fixed = shuffled(items // ranks, min(kept, items // ranks))
-        rows.append(
-            row | {"expected_anew": of_ranks(ranks, share), "expected_fixed": fixed}
-        )
+            row[deal] = hits_of_ranks(deal, ranks, items, kept, epochs, seed)
+        row["expected_anew"] = expected_of_ranks(ranks, share)
+        row["expected_fixed"] = shuffled(own, min(kept, own))
+        rows.append(row)
     return rows
 
 
-# ----------------------------------------------------------------------------- does the limit hold on disk?
+def hits_of_ranks(
+    deal: str, ranks: int, items: int, kept: int, epochs: int, seed: int
+) -> float:
+    """Mean hits if chunks are dealt "anew" in each epoch, or are "fixed" to a rank."""
+    rng = np.random.default_rng(seed)
+    warm_up = 6 * ranks
+    dealt: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    for _ in range(warm_up + epochs):
+        order = rng.permutation(items)
+        for rank in range(ranks):
+            mine = (
+                order[rank::ranks] if deal == "anew" else order[order % ranks == rank]
+            )
+            dealt[rank].append(mine)
+    found = []
+    for read_in in dealt:
+        hits = hit_rates(*make_cache(CacheStore, items, kept), read_in)
+        found.append(hits[warm_up:])
+    return float(np.mean(found))
+
+
+# ------------------------------------------------------------ does the limit hold on disk?
 
 
 def cleared(store: Store, *, cache_store: LocalStore, max_size: float) -> CacheStore:
@@ -245,198 +251,202 @@ def cleared(store: Store, *, cache_store: LocalStore, max_size: float) -> CacheS
 
 
 def limits(items: int = 40, kept: int = 10) -> list[dict]:
-    """Objects in a folder whose limit is `kept`, as one process after another reads all items once, in order.
+    """A row for each cache and process, of four that read all items, one after another.
 
-    A process is a new cache object on the same folder: nothing else of it outlives the process before.
+    A process is a new cache object on the same folder, whose limit is `kept` items.
     """
     kinds = {
         "CacheStore": (CacheStore, kept),
         "cleared": (cleared, kept),
         "pinned": (Pinned, kept),
+        "oversized": (CacheStore, 0.5),  # each item is larger than the limit
     }
-    kinds["oversized"] = CacheStore, 0.5  # each item is larger than the limit
     rows = []
     for name, (kind, limit) in kinds.items():
         with tempfile.TemporaryDirectory() as folder:
             for process in range(1, 5):
                 bucket, cache = make_cache(kind, items, limit, Path(folder))
                 [hits] = hit_rates(bucket, cache, [np.arange(items)])
-                held = sum(path.is_file() for path in Path(folder).rglob("*"))
+                files = [path for path in Path(folder).rglob("*") if path.is_file()]
+                told = None
+                if name != "pinned":
+                    told = cache.cache_info()["current_size"] // ITEM_BYTES
                 row = {
                     "study": "limits",
                     "cache": name,
                     "limit": limit,
                     "process": process,
                     "items": items,
+                    "hits": round(items * hits),
+                    "in_folder": len(files),
+                    "told": told,
                 }
-                told = (
-                    None
-                    if name == "pinned"
-                    else cache.cache_info()["current_size"] // ITEM_BYTES
-                )
-                rows.append(
-                    row | {"hits": round(items * hits), "in_folder": held, "told": told}
-                )
+                rows.append(row)
     return rows
 
 
-# ------------------------------------------------------------------------------------- what is a hit worth?
+# -------------------------------------------------------------------- what is a hit worth?
 
 
 def make_maps(folder: Path, number: int) -> int:
-    """Write so many maps of the real wind, interpolated to MAP, a chunk each; return their compressed bytes."""
+    """Write maps of the real wind, interpolated to MAP, a chunk each; their stored bytes."""
     with xr.open_dataset(WINDS) as winds:
-        coarse = winds[next(iter(winds.data_vars))][:number].squeeze().fillna(0).values
-    shape = len(coarse), *MAP
-    array = zarr.create_array(
-        LocalStore(folder), shape=shape, chunks=(1, *MAP), dtype="float32"
-    )
+        first = next(iter(winds.data_vars))
+        coarse = winds[first][:number].squeeze().fillna(0).values
+    shape = (len(coarse), *MAP)
+    layout = {"shape": shape, "chunks": (1, *MAP), "dtype": "float32"}
+    array = zarr.create_array(LocalStore(folder), **layout)
     for index, values in enumerate(coarse):
-        array[index] = zoom(
-            values,
-            np.divide(MAP, values.shape),
-            order=1,
-            grid_mode=True,
-            mode="nearest",
-        )
+        factors = np.divide(MAP, values.shape)
+        array[index] = zoom(values, factors, order=1, grid_mode=True, mode="nearest")
     return array.nbytes_stored()
 
 
 class Way(NamedTuple):
-    """How maps are read: by `get`, through caches that tell what they hold, from a bucket; and what it took."""
+    """A way to read maps, and what it took."""
 
     bucket: Bucket
-    get: Callable[[int], np.ndarray]
-    held: Callable[[], int]  # bytes
+    get: Callable[[int], np.ndarray]  # through a cache
+    held: Callable[[], int]  # bytes in the cache
     ms: list[float]  # for a patch, of each round
     missed: list[float]  # share of the reads, of each round
 
 
 def make_way(cache: str, folder: Path, latency: float, budget: int) -> Way:
     """Open the maps in folder/maps through a cache of so many bytes."""
-    bucket = store = Bucket(LocalStore(folder / "maps", read_only=True), latency)
-    kept, maps = (
-        MemoryStore(),
-        LRU(budget, {}, weight=lambda key, values: values.nbytes),
-    )
+    bucket = Bucket(LocalStore(folder / "maps", read_only=True), latency)
+    if cache == "decoded":
+        return keep_decoded(bucket, budget)
+    kept = MemoryStore()
     if cache == "disk":
         kept = LocalStore(tempfile.mkdtemp(dir=folder))
+    store: Store = bucket
     if cache in ("memory", "disk"):
         store = CacheStore(bucket, cache_store=kept, max_size=budget)
-    if cache == "pinned":
+    elif cache == "pinned":
         store = Pinned(bucket, cache_store=kept, max_size=budget)
     array = zarr.open_array(store, mode="r")
 
-    def decoded(index: int) -> np.ndarray:
+    def held() -> int:
+        return asyncio.run(kept.getsize_prefix(""))
+
+    return Way(bucket, array.__getitem__, held, [], [])
+
+
+def keep_decoded(bucket: Bucket, budget: int) -> Way:
+    """An LRU of decoded maps."""
+    maps = LRU(budget, {}, weight=lambda key, values: values.nbytes)
+    array = zarr.open_array(bucket, mode="r")
+
+    def get(index: int) -> np.ndarray:
         if index not in maps:
             maps[index] = array[index]
         return maps[index]
 
-    if cache == "decoded":
-        return Way(bucket, decoded, lambda: maps.total_weight, [], [])
-    return Way(
-        bucket, array.__getitem__, lambda: asyncio.run(kept.getsize_prefix("")), [], []
-    )
+    return Way(bucket, get, lambda: maps.total_weight, [], [])
 
 
 def rates(maps: int, latency: float, rounds: int, seed: int) -> list[dict]:
-    """Milliseconds for a patch, one after another, each epoch in an order of its own; and what a cache holds.
+    """A row for each latency and cache: ms for a patch, one after another, and hits.
 
-    Budgets are shares of the DECODED bytes, the same for each cache. The ways take turns, an epoch each. The
-    forecast is (1 - h) x a read without a cache + h x one from a cache that holds all.
+    Budgets are shares of the DECODED bytes, the same for each cache. The ways take turns,
+    an epoch each, and each epoch has an order of its own.
     """
-    rng, rows = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
     nbytes = maps * math.prod(MAP) * 4
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        compressed = make_maps(Path(folder, "maps"), maps)
+        stored = make_maps(Path(folder, "maps"), maps)
+        sizes = {"decoded_mb": nbytes / 1e6, "stored_mb": stored / 1e6}
         for seconds in (latency, 0.0):
             ways = {}
-            for cache, share in CACHES:  # with room for the array's metadata
-                ways[cache, share] = make_way(
-                    cache, Path(folder), seconds, int(share * nbytes) + 10_000
-                )
-            for turn in range(rounds + 1):
-                for way in ways.values():
-                    before, began = way.bucket.requests, perf_counter()
-                    for index in rng.permutation(maps):
-                        way.get(index)[:PATCH, :PATCH].copy()
-                    if turn:  # the first fills the caches
-                        way.ms.append(1e3 * (perf_counter() - began) / maps)
-                        way.missed.append((way.bucket.requests - before) / maps)
-            for (cache, share), way in ways.items():
-                hits, miss = 1 - float(np.mean(way.missed)), median(ways["none", 0].ms)
-                hit = median(
-                    ways["memory" if cache == "pinned" else cache, min(1, 2 * share)].ms
-                )
-                row = {
-                    "study": "rates",
-                    "latency_ms": 1e3 * seconds,
-                    "cache": cache,
-                    "share": share,
-                }
-                row |= {"hits": hits, "held_mb": way.held() / 1e6}
-                row |= {
-                    "decoded_mb": nbytes / 1e6,
-                    "stored_mb": compressed / 1e6,
-                    "ms": median(way.ms),
-                }
-                row |= {"ms_min": min(way.ms), "ms_max": max(way.ms)}
-                rows.append(row | {"forecast_ms": (1 - hits) * miss + hits * hit})
+            for cache, share in CACHES:
+                budget = int(share * nbytes) + 10_000  # room for the array's metadata
+                ways[cache, share] = make_way(cache, Path(folder), seconds, budget)
+            time_ways(list(ways.values()), maps, rounds, rng)
+            for cache, share in ways:
+                row = {"study": "rates", "latency_ms": 1e3 * seconds}
+                rows.append(row | summarize(cache, share, ways, sizes))
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ the command
+def time_ways(
+    ways: list[Way], maps: int, rounds: int, rng: np.random.Generator
+) -> None:
+    """Read all maps by each way in turn; the first round fills the caches."""
+    for number in range(rounds + 1):
+        for way in ways:
+            before = way.bucket.requests
+            began = perf_counter()
+            for index in rng.permutation(maps):
+                way.get(index)[:PATCH, :PATCH].copy()
+            if number:
+                way.ms.append(1e3 * (perf_counter() - began) / maps)
+                way.missed.append((way.bucket.requests - before) / maps)
+
+
+def summarize(
+    cache: str, share: float, ways: dict[tuple[str, float], Way], sizes: dict
+) -> dict:
+    """A way's figures. The forecast weighs a read without a cache and one that always hits."""
+    way = ways[cache, share]
+    hits = 1 - float(np.mean(way.missed))
+    miss = median(ways["none", 0].ms)
+    whole = ("memory" if cache == "pinned" else cache, min(1, 2 * share))
+    hit = median(ways[whole].ms)
+    found = {"cache": cache, "share": share, "hits": hits, "held_mb": way.held() / 1e6}
+    found |= sizes
+    found["ms"] = median(way.ms)
+    found["ms_min"] = min(way.ms)
+    found["ms_max"] = max(way.ms)
+    found["forecast_ms"] = (1 - hits) * miss + hits * hit
+    return found
+
+
+# ---------------------------------------------------------------------------- the command
 
 
 def show(rows: list[dict]) -> None:
     """Print a line for each row, a heading for each study."""
-    for before, row in zip([{}, *rows], rows):
+    before: dict = {}
+    for row in rows:
         if before.keys() != row.keys():
-            print("\n" + "  ".join(f"{name:>14}" for name in row))
-        cells = (
-            f"{value:.3f}" if isinstance(value, float) else str(value)
-            for value in row.values()
-        )
+            print()
+            print("  ".join(f"{name:>14}" for name in row))
+        cells = []
+        for value in row.values():
+            cells.append(f"{value:.3f}" if isinstance(value, float) else str(value))
         print("  ".join(f"{cell:>14}" for cell in cells))
+        before = row
 
 
 def draw(rows: list[dict]) -> Figure:
-    """Hits against the cache's share of the data: formulas as curves, the real caches as dots."""
+    """Hits by the cache's share of the data: formulas as curves, real caches as dots."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes, share = figure.subplots(), np.linspace(0, 0.9999, 400)
+    axes = figure.subplots()
+    share = np.linspace(0, 0.9999, 400)
     at_random = share + (1 - share) * np.log1p(-share)
+    of_blocks = 1 - (1 - at_random) / BLOCK_PATCHES
+    blocks = f"LRU, blocks of {BLOCK_PATCHES} patches"
     looks = {
-        "blocks": (
-            1 - (1 - at_random) / BLOCK_PATCHES,
-            "o",
-            "tab:green",
-            f"LRU, blocks of {BLOCK_PATCHES} patches",
-        ),
-        "pinned": (share, "P", "k", "pinned, any order"),
-        "draws": (share, "s", "tab:blue", "LRU, drawn with replacement"),
-        "shuffled": (at_random, "o", "tab:orange", "LRU, shuffled each epoch"),
+        "blocks": (of_blocks, "o", "#009E73", blocks),
+        "pinned": (share, "P", "black", "pinned, any order"),
+        "draws": (share, "s", "#0072B2", "LRU, drawn with replacement"),
+        "shuffled": (at_random, "o", "#E69F00", "LRU, shuffled each epoch"),
         "same": (0 * share, "D", "0.5", "LRU, same order each epoch"),
     }
-    for order, (curve, marker, color, label) in looks.items():
-        dots = [
-            (row["share"], row["hits"]) for row in rows if row.get("order") == order
-        ]
-        first = dots[0][0] if order == "blocks" else 0  # which need room for all slots
-        axes.plot(share[share >= first], curve[share >= first], color=color)
+    for order, (curve, marker, colour, label) in looks.items():
+        found = [row for row in rows if row.get("order") == order]
+        shares = [row["share"] for row in found]
+        hits = [row["hits"] for row in found]
+        # Blocks need room for all slots.
+        shown = share >= (shares[0] if order == "blocks" else 0)
+        axes.plot(share[shown], curve[shown], color=colour)
         size = 4 if marker == "P" else 8  # the pinned one lies upon another
-        how = {
-            "color": color,
-            "markersize": size,
-            "linestyle": "",
-            "zorder": 12 - size,
-            "label": label,
-        }
-        axes.plot(*zip(*dots), marker, **how)
-    axes.set(
-        xlabel="size of the cache / size of the data",
-        ylabel="hit rate",
-        ylim=(-0.04, 1.04),
-    )
+        dots = {"color": colour, "markersize": size, "label": label}
+        axes.plot(shares, hits, marker, **dots, zorder=12 - size)
+    axes.set(xlabel="size of the cache / size of the data", ylabel="hit rate")
+    axes.set_ylim(-0.04, 1.04)
     axes.legend(loc="upper left", fontsize=8, bbox_to_anchor=(0, 0.84))
     axes.grid(alpha=0.3)
     return figure
@@ -444,69 +454,43 @@ def draw(rows: list[dict]) -> Figure:
 
 def save(rows: list[dict], flags: list[str]) -> None:
     """Write results/caches.json and results/caches.png."""
-    cpu, facts = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if facts.exists():
-        cpu = facts.read_text().partition("model name\t: ")[2].split("\n")[0] or cpu
-    memory = round(psutil.virtual_memory().total / 2**30)
-    results = {
-        "command": " ".join(["uv run python caches.py", *flags]),
-        "date": str(date.today()),
-    }
-    results["machine"] = {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "memory_gb": memory,
-        "gpu": None,
-    }
-    versions = {name: version(name) for name in ("zarr", "zict", "numpy")}
-    results["versions"] = {"python": platform.python_version()} | versions
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results/caches.json").write_text(
-        json.dumps(results | {"rows": rows}) + "\n"
-    )
+    command = ["python caches.py", *flags]
+    save_rows(HERE / "results/caches.json", command, rows, ("zarr", "zict", "numpy"))
     draw(rows).savefig(HERE / "results/caches.png", dpi=110)
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Run the four studies, print their rows and return them."""
+    args = parse(argv)
+    order = (args.items, args.epochs, args.seed)
+    rows = [*by_order(*order), *by_rank(*order), *limits()]
+    rows += rates(args.maps, args.latency_ms / 1e3, args.rounds, args.seed)
+    show(rows)
+    if args.save_results:
+        save(rows, sys.argv[1:] if argv is None else argv)
+    return rows
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The flags; exits with code 2 and a remedy if one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add(
-        "--items",
-        type=int,
-        default=240,
-        help="chunks of the first two studies (default: 240)",
-    )
+    text = "chunks of the first two studies (default: 240)"
+    add("--items", type=int, default=240, help=text)
     add("--epochs", type=int, default=20, help="of the first two studies (default: 20)")
-    add(
-        "--maps",
-        type=int,
-        default=32,
-        help="of the last study, at most 132 (default: 32)",
-    )
-    add(
-        "--latency-ms",
-        type=float,
-        default=30,
-        help="of the last study's store (default: 30)",
-    )
-    add(
-        "--rounds",
-        type=int,
-        default=3,
-        help="of the last study, an epoch each (default: 3)",
-    )
+    text = "of the last study, at most 132 (default: 32)"
+    add("--maps", type=int, default=32, help=text)
+    text = "of the last study's store (default: 30)"
+    add("--latency-ms", type=float, default=30, help=text)
+    text = "of the last study, an epoch each (default: 3)"
+    add("--rounds", type=int, default=3, help=text)
     add("--seed", type=int, default=0, help="of the orders (default: 0)")
-    add(
-        "--save-results",
-        action="store_true",
-        help="write results/caches.json and its picture",
-    )
+    text = "write results/caches.json and its picture"
+    add("--save-results", action="store_true", help=text)
     args = parser.parse_args(argv)
     if args.items < 48 or args.items % 48:
-        parser.error(
-            f"--items {args.items}: give a multiple of 48, which {SLOTS} slots and 8 ranks divide"
-        )
+        remedy = f"give a multiple of 48, which {SLOTS} slots and 8 ranks divide"
+        parser.error(f"--items {args.items}: {remedy}")
     limited = {
         "seed": (0, 2**32),
         "epochs": (2, 10_000),
@@ -515,20 +499,14 @@ def main(argv: list[str] | None = None) -> list[dict]:
         "latency_ms": (0, 10_000),
     }
     for name, (least, most) in limited.items():
-        if not least <= getattr(args, name) <= most:
-            given = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            parser.error(f"{given}: give a number from {least} to {most}")
+        value = getattr(args, name)
+        if not least <= value <= most:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} {value}: give a number from {least} to {most}")
     if not WINDS.exists():
-        parser.error(
-            f"../01_setup/data/{WINDS.name} is missing: run this in a copy of the whole book"
-        )
-    order = args.items, args.epochs, args.seed
-    rows = [*by_order(*order), *by_rank(*order), *limits()]
-    rows += rates(args.maps, args.latency_ms / 1e3, args.rounds, args.seed)
-    show(rows)
-    if args.save_results:
-        save(rows, sys.argv[1:] if argv is None else argv)
-    return rows
+        reason = f"../01_setup/data/{WINDS.name} is missing"
+        parser.error(f"{reason}: run this in a copy of the whole book")
+    return args
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
-"""Appendix: Dask's modes: what a task costs, how fast they read, how many threads there are, and what to set.
+"""Appendix: Dask's modes: what a task costs, how fast they read, and what to set.
 
-    uv run python dask_modes.py                         # two ranks, each mode in turn: half a minute
+    uv run python dask_modes.py                         # two ranks, each mode: half a minute
     uv run python dask_modes.py --repeats 5             # and again, for medians
-    uv run python dask_modes.py --memory                # a task that outgrows its worker's memory_limit: minutes
-    uv run python dask_modes.py --settings 8 20 160     # the lines for 8 GPUs, 20 cores and 160 GB
-    uv run python dask_modes.py --dashboard 60          # a cluster at work for so many seconds, to look at
+    uv run python dask_modes.py --memory                # a task that outgrows its worker
+    uv run python dask_modes.py --settings 8 20 160     # for 8 GPUs, 20 cores and 160 GB
+    uv run python dask_modes.py --dashboard 60          # a cluster at work, to look at
 
-You should see that a task costs some tenths of a millisecond, and several times that in a cluster, that from a local
-disk no mode reads faster than Zarr by itself, and that each layer brings threads of its own.
+You should see that a task costs some tenths of a millisecond, and several times that in a
+cluster, that from a local disk no mode reads faster than Zarr by itself, and that each
+layer brings threads of its own.
 """
 
 import argparse
 import asyncio
-import json
 import logging
 import multiprocessing
-import os
-import platform
 import sys
 import tempfile
 import threading
@@ -24,8 +22,6 @@ import time
 from collections import Counter
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
@@ -39,17 +35,18 @@ from distributed import Client, KilledWorker, LocalCluster
 from distributed.deploy.utils import nprocesses_nthreads
 from zarr.storage import LocalStore, WrapperStore
 
+from saving import save_rows
+
 HERE = Path(__file__).parent
 WINDS = HERE.parent / "01_setup/data/navy_winds.nc"
-CHUNKS, PATCH, BATCH = (
-    (12, 73, 144),
-    64,
-    8,
-)  # a year of whole maps, 0.5 MB; cells; patches
-RANKS, THREADS = 2, 2  # Dask's, of each rank
-COUNTS = 1, 4, 16  # Dask's threads and Zarr's, in the study of too many
+CHUNKS = (12, 73, 144)  # a year of whole maps, 0.5 MB
+PATCH = 64  # cells along a side
+BATCH = 8  # patches
+RANKS = 2
+THREADS = 2  # Dask's, of each rank
+COUNTS = (1, 4, 16)  # Dask's threads and Zarr's, in the study of too many
 LATENCY = 0.01  # seconds, of each chunk
-MODES = {  # what it says in the table
+MODES = {  # what the table calls them
     "zarr": "no Dask",
     "pool": "no Dask, a ThreadPoolExecutor",
     "synchronous": "synchronous",
@@ -58,124 +55,144 @@ MODES = {  # what it says in the table
     "private": "a private cluster each",
     "shared": "a cluster that they share",
 }
-LIMIT_MB, TASK_MB = 400, 600  # of the worker, and what the task takes
+WITHOUT_DASK = ("zarr", "pool")
+LIMIT_MB = 400  # of the worker
+TASK_MB = 600  # what the task takes
 LIMITED = {"memory_limit": f"{LIMIT_MB}MB", "n_workers": 1, "threads_per_worker": 1}
-QUIET = {
-    "dashboard_address": ":0",
-    "silence_logs": logging.CRITICAL,
-}  # any free port; None would take 8787
+# Port 0 is any that is free; None would take 8787.
+QUIET = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
+# What threads are for, by a part of their names.
+KINDS = {
+    "MainThread": "main",
+    "asyncio": "zarr",
+    "zarr": "zarr",
+    "ThreadPool": "tasks",
+    "Dask-Default": "tasks",
+}
 
 
 class Bucket(WrapperStore):
     """A store on disk whose chunks come late, as if from a bucket."""
 
     async def get(self, key: str, *args, **kwargs):
-        await asyncio.sleep(LATENCY * ("/c/" in key))
+        if "/c/" in key:
+            await asyncio.sleep(LATENCY)
         return await self._store.get(key, *args, **kwargs)
 
 
 def write_store(path: Path) -> None:
-    """The winds, u and v, as Zarr writes by default: Zstandard, and here a year in each chunk."""
+    """Write the winds, u and v, with Zarr's default compression and a year in each chunk."""
     with xr.open_dataset(WINDS) as winds:
         encoding = {name: {"chunks": CHUNKS} for name in winds.data_vars}
         winds.to_zarr(path, encoding=encoding, consolidated=False)
 
 
-# ------------------------------------------------------------------------------------------- in a rank
+# ------------------------------------------------------------------------------ in a rank
 
 
 class Rank:
-    """One of the processes that train: it makes tasks, and reads batches of patches, in one of the modes."""
+    """One of the processes that train: makes tasks and reads batches in one of the modes.
+
+    The mode "host" is a process that has the workers of all ranks.
+    """
 
     def __init__(
         self,
         mode: str,
         path: str,
         address: str | None = None,
-        threads=THREADS,
-        zarrs=None,
+        threads: int = THREADS,
+        zarr_threads: int | None = None,
     ):
-        self.mode, self.closing, self.client = mode, ExitStack(), None
-        limit_of_zarr = zarr.config.set({"threading.max_workers": zarrs})
-        self.closing.enter_context(
-            limit_of_zarr
-        )  # in time: Zarr makes its pool as it first reads
+        self.mode = mode
+        self.closing = ExitStack()
+        self.client: Client | None = None
+        # In time, because Zarr makes its pool when it first reads.
+        limit = zarr.config.set({"threading.max_workers": zarr_threads})
+        self.closing.enter_context(limit)
         self.generator = np.random.default_rng(0)
-        if mode in (
-            "inside",
-            "private",
-            "host",
-        ):  # the host has the workers of all ranks
-            workers = {
-                "n_workers": RANKS if mode == "host" else 1,
-                "threads_per_worker": threads,
-            }
-            limit = (
-                {"memory_limit": 0} if mode == "inside" else {}
-            )  # it would count all that the rank holds
-            cluster = LocalCluster(
-                processes=mode != "inside", **workers, **limit, **QUIET
-            )
-            address = self.closing.enter_context(cluster).scheduler_address
+        if mode in ("inside", "private", "host"):
+            address = self.start_cluster(threads)
         if address:
             self.client = self.closing.enter_context(Client(address))
         self.options = {"scheduler": self.client or mode, "num_workers": threads}
         self.pool = self.closing.enter_context(ThreadPoolExecutor(threads))
-        self.stores = LocalStore(path), Bucket(LocalStore(path))
+        self.stores = (LocalStore(path), Bucket(LocalStore(path)))
+
+    def start_cluster(self, threads: int) -> str:
+        """Start this rank's workers, or all ranks'; return the scheduler's address."""
+        workers = RANKS if self.mode == "host" else 1
+        options: dict = {"n_workers": workers, "threads_per_worker": threads}
+        options["processes"] = self.mode != "inside"
+        if self.mode == "inside":
+            options["memory_limit"] = 0  # it would count all that the rank holds
+        cluster = LocalCluster(**options, **QUIET)
+        return self.closing.enter_context(cluster).scheduler_address
 
     def overhead(self, tasks: int) -> float:
-        """Microseconds that Dask adds to each of so many calls. Each is a result by itself: none can be fused."""
+        """Microseconds that Dask adds to each of so many calls.
+
+        Each call is a result by itself, so that none can be fused.
+        """
         began = time.perf_counter()
         plain = [nothing(number) for number in range(tasks)]
         ended = time.perf_counter()
-        if self.mode in ("zarr", "pool"):
-            found = (
-                list(self.pool.map(nothing, range(tasks)))
-                if self.mode == "pool"
-                else plain
-            )
-        else:  # keys of their own for each call, so that a cluster computes them anew
-            found = dask.compute(
-                *(dask.delayed(nothing)(n) for n in range(tasks)), **self.options
-            )
+        found = self.call_nothing(tasks)
         both = time.perf_counter() - ended
         assert list(found) == plain
-        return 1e6 * (both - (ended - began)) / tasks if self.mode != "zarr" else 0.0
+        if self.mode == "zarr":
+            return 0.0
+        return 1e6 * (both - (ended - began)) / tasks
+
+    def call_nothing(self, tasks: int) -> list[int]:
+        """The numbers of so many calls, made in this rank's mode."""
+        if self.mode == "zarr":
+            return list(range(tasks))
+        if self.mode == "pool":
+            return list(self.pool.map(nothing, range(tasks)))
+        # Each call has a key of its own, so that a cluster computes it anew.
+        calls = [dask.delayed(nothing)(number) for number in range(tasks)]
+        return list(dask.compute(*calls, **self.options))
 
     def read(self, slow: bool, seconds: float) -> float:
         """Patches a second, in batches, each read as a whole."""
         group = zarr.open_group(self.stores[slow], mode="r")
         fields = [group["eastward_wind"], group["northward_wind"]]
-        if self.mode not in ("zarr", "pool"):
+        if self.mode not in WITHOUT_DASK:
             fields = [da.from_zarr(field) for field in fields]
-        batches, began = 0, time.perf_counter()
+        batches = 0
+        began = time.perf_counter()
         while time.perf_counter() - began < seconds or not batches:
-            years = self.generator.permutation(fields[0].shape[0] // 12)[
-                :BATCH
-            ]  # no two in one chunk
-            rooms = 12, *np.subtract(fields[0].shape[1:], PATCH - 1)
-            corners = self.generator.integers(rooms, size=(BATCH, 3))
-            self.batch(fields, corners + np.outer(years, [12, 0, 0]))
+            self.batch(fields, self.draw_corners(fields[0].shape))
             batches += 1
         return batches * BATCH / (time.perf_counter() - began)
 
+    def draw_corners(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Times, rows and columns of a batch, (patch, 3); no two lie in one chunk."""
+        years = self.generator.permutation(shape[0] // 12)[:BATCH]
+        rows_and_columns = np.subtract(shape[1:], PATCH - 1)
+        limits = (12, *rows_and_columns)
+        corners = self.generator.integers(limits, size=(BATCH, 3))
+        return corners + np.outer(years, [12, 0, 0])
+
     def batch(self, fields: list, corners: np.ndarray) -> np.ndarray:
-        """Patches of all fields at these times, rows and columns: (patch, field, row, column)."""
+        """Patches of all fields at these corners: (patch, field, row, column)."""
 
         def cut(corner: np.ndarray) -> list:
             t, y, x = map(int, corner)
             return [field[t, y : y + PATCH, x : x + PATCH] for field in fields]
 
-        if self.mode in ("zarr", "pool"):
-            return np.stack(
-                list((map if self.mode == "zarr" else self.pool.map)(cut, corners))
-            )
-        return np.stack(
-            dask.compute([cut(corner) for corner in corners], **self.options)[0]
-        )
+        if self.mode == "zarr":
+            patches = list(map(cut, corners))
+        elif self.mode == "pool":
+            patches = list(self.pool.map(cut, corners))
+        else:
+            lazy = [cut(corner) for corner in corners]
+            [patches] = dask.compute(lazy, **self.options)
+        return np.stack(patches)
 
     def threads(self) -> dict:
-        """Processes and threads of this rank and of all that it started, the latter by what they are for."""
+        """Processes and threads of this rank and of all that it started, by their use."""
         found = threads_here()
         if self.mode in ("private", "host"):
             found += sum(self.client.run(threads_here).values(), Counter())
@@ -195,19 +212,14 @@ def nothing(number: int) -> int:
 
 
 def threads_here() -> Counter:
-    """The threads of this process by what they are for; those that Python does not know are the libraries'."""
-    kinds = {
-        "MainThread": "main",
-        "asyncio": "zarr",
-        "zarr": "zarr",
-        "ThreadPool": "tasks",
-    }
-    kinds["Dask-Default"] = "tasks"
-    names = [thread.name for thread in threading.enumerate()]
-    found = Counter(
-        next((kinds[k] for k in kinds if k in name), "distributed") for name in names
-    )
-    return found + Counter(native=psutil.Process().num_threads() - len(names))
+    """The threads of this process by their use; Python does not know the libraries' own."""
+    found: Counter[str] = Counter()
+    threads = threading.enumerate()
+    for thread in threads:
+        kinds = [kind for part, kind in KINDS.items() if part in thread.name]
+        found[kinds[0] if kinds else "distributed"] += 1
+    found["native"] = psutil.Process().num_threads() - len(threads)
+    return +found
 
 
 class Remote:
@@ -217,9 +229,8 @@ class Remote:
 
     def __init__(self, *arguments: object):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["dask.array", "distributed", "xarray", "zarr"]
-        )  # once for all
+        modules = ["dask.array", "distributed", "xarray", "zarr"]  # once for all
+        context.set_forkserver_preload(modules)
         self.process = ProcessPoolExecutor(1, context, Remote.start, arguments)
 
     @staticmethod
@@ -239,56 +250,71 @@ class Remote:
         self.process.shutdown()
 
 
-# ------------------------------------------------------------------------------------------- studies
+# -------------------------------------------------------------------------------- studies
 
 
 def spread(values: list[float]) -> dict:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
+class Team:
+    """All ranks of a case, and the process that has their workers if they share them."""
+
+    def __init__(self, case: dict, path: str, stack: ExitStack):
+        self.case = case
+        self.stack = stack
+        self.host: list[Remote] = []
+        address = None
+        if case["mode"] == "shared":
+            self.host = [self.start("host", path)]
+            address = self.host[0]("address").result()
+        threads = case.get("threads_set", THREADS)
+        options = (case["mode"], path, address, threads, case.get("zarr_threads"))
+        self.ranks = [self.start(*options) for _ in range(RANKS)]
+        self.runs: list[dict] = []
+
+    def start(self, *arguments: object) -> Remote:
+        remote = Remote(*arguments)
+        self.stack.callback(remote.close)
+        return remote
+
+    def measure(self, tasks: int, seconds: float) -> dict:
+        """Microseconds of a task, and patches a second of all ranks together."""
+        run = {"us_alone": self.ranks[0]("overhead", tasks).result()}
+        run["us_both"] = sum(call_all(self.ranks, "overhead", tasks)) / RANKS
+        run["disk"] = sum(call_all(self.ranks, "read", False, seconds))
+        run["bucket"] = sum(call_all(self.ranks, "read", True, seconds))
+        return run
+
+    def row(self) -> dict:
+        """The figures of all runs, and the threads that there are."""
+        counts = call_all([*self.ranks, *self.host], "threads")
+        threads = sum(map(Counter, counts), Counter())
+        figures = {}
+        for name in self.runs[0]:
+            figures[name] = spread([run[name] for run in self.runs])
+        return self.case | figures | {"threads": dict(threads)}
+
+
+def call_all(ranks: list[Remote], *call: object) -> list:
+    """The answers of ranks that are called at the same time."""
+    futures = [rank(*call) for rank in ranks]
+    return [future.result() for future in futures]
+
+
 def compare(cases: list[dict], args: argparse.Namespace) -> list[dict]:
-    """Both ranks in each of the cases, in turn and several times: a row for each case."""
+    """A row for each case: both ranks, all cases in turn, several times."""
     with ExitStack() as stack:
-        path = stack.enter_context(tempfile.TemporaryDirectory()) + "/winds.zarr"
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        path = f"{folder}/winds.zarr"
         write_store(Path(path))
-
-        def remote(*arguments: object) -> Remote:
-            found = Remote(*arguments)
-            stack.callback(found.close)
-            return found
-
-        teams, found = [], [[] for _ in cases]
-        for case in cases:
-            host = [remote("host", path)] if case["mode"] == "shared" else []
-            address = host[0]("address").result() if host else None
-            own = case.get("threads_set", THREADS), case.get("zarr_threads")
-            teams.append(
-                (
-                    [remote(case["mode"], path, address, *own) for _ in range(RANKS)],
-                    host,
-                )
-            )
-
-        def both(ranks: list[Remote], *call: object) -> list:
-            return [answer.result() for answer in [rank(*call) for rank in ranks]]
-
-        for number in range(
-            args.repeats + 1
-        ):  # the first time makes pools, fills caches, and does not count
-            seconds = args.seconds if number else 0.0
-            for runs, (ranks, _) in zip(found, teams):
-                run = {"us_alone": ranks[0]("overhead", args.tasks).result()}
-                run["us_both"] = sum(both(ranks, "overhead", args.tasks)) / RANKS
-                run["disk"], run["bucket"] = (
-                    sum(both(ranks, "read", slow, seconds)) for slow in (0, 1)
-                )
-                runs += [run] if number else []
-        rows = []
-        for case, runs, (ranks, host) in zip(cases, found, teams):
-            counts = sum(map(Counter, both([*ranks, *host], "threads")), Counter())
-            figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
-            rows.append(case | figures | {"threads": dict(counts)})
-    return rows
+        teams = [Team(case, path, stack) for case in cases]
+        for team in teams:  # makes pools and fills caches, and does not count
+            team.measure(args.tasks, 0.0)
+        for _ in range(args.repeats):
+            for team in teams:
+                team.runs.append(team.measure(args.tasks, args.seconds))
+        return [team.row() for team in teams]
 
 
 def hold(megabytes: int, seconds: float) -> int:
@@ -305,12 +331,12 @@ def outgrow_threads() -> str:
 
 
 def outgrow_inside() -> str:
-    """What a worker in this process does when the process holds TASK_MB that are not Dask's."""
+    """What a worker in this process does when the process holds TASK_MB of its own."""
     own = np.ones(TASK_MB * 125_000)
-    with (
-        LocalCluster(processes=False, **LIMITED, **QUIET) as cluster,
-        Client(cluster) as client,
-    ):
+    with ExitStack() as stack:
+        cluster = LocalCluster(processes=False, **LIMITED, **QUIET)
+        stack.enter_context(cluster)
+        client = stack.enter_context(Client(cluster))
         (worker,) = cluster.workers.values()
         deadline = time.monotonic() + 60
         while worker.status.name != "paused" and time.monotonic() < deadline:
@@ -346,10 +372,8 @@ def outgrow() -> list[dict]:
     """What becomes of TASK_MB where LIMIT_MB are allowed, in each of OUTGROW's modes."""
     rows = []
     for number, (mode, study) in enumerate(OUTGROW.items(), 1):
-        print(
-            f"{number} of {len(OUTGROW)}: {MODES[mode]}: {TASK_MB} MB, limit {LIMIT_MB} MB ...",
-            flush=True,
-        )
+        what = f"{MODES[mode]}: {TASK_MB} MB, limit {LIMIT_MB} MB"
+        print(f"{number} of {len(OUTGROW)}: {what} ...", flush=True)
         rows.append({"mode": mode, "outcome": study()})
     return rows
 
@@ -357,34 +381,34 @@ def outgrow() -> list[dict]:
 def show_dashboard(seconds: float) -> None:
     """Keep a cluster at work, and say where to look."""
     with tempfile.TemporaryDirectory() as folder:
-        write_store(Path(folder) / "winds.zarr")
+        path = Path(folder) / "winds.zarr"
+        write_store(path)
         workers = {"n_workers": 2, "threads_per_worker": 2}
         with LocalCluster(**workers, **QUIET) as cluster, Client(cluster):
             print(cluster.dashboard_link, flush=True)
+            group = zarr.open_group(Bucket(LocalStore(path)), mode="r")
             began = time.perf_counter()
-            group = zarr.open_group(
-                Bucket(LocalStore(folder + "/winds.zarr")), mode="r"
-            )
             while time.perf_counter() - began < seconds:
-                u, v = (
-                    da.from_zarr(group[name])
-                    for name in ("eastward_wind", "northward_wind")
-                )
+                u = da.from_zarr(group["eastward_wind"])
+                v = da.from_zarr(group["northward_wind"])
                 da.sqrt(u**2 + v**2).mean().compute()
 
 
-def settings(gpus: int, cores: int, memory_gb: float) -> dict[str, float]:
-    """What fits a machine with a rank for each GPU: busy threads = ranks x (1 + processes x threads) <= cores.
+# ------------------------------------------------------------------------- what to set
 
-    ValueError if a rank has no core.
+
+def settings(gpus: int, cores: int, memory_gb: float) -> dict[str, float]:
+    """What fits a machine with a rank for each GPU.
+
+    Busy threads = ranks x (1 + processes x threads) <= cores. ValueError if a rank has no
+    core.
     """
     if gpus < 1 or cores < gpus or not memory_gb > 0:
         had = f"{gpus} GPUs, {cores} cores, {memory_gb} GB"
         raise ValueError(f"{had}: give a GPU, a core for each, and some memory")
-    share = (
-        cores // gpus
-    )  # of a rank: a core for its main thread, the rest to make batches
-    rest, found = max(1, share - 1), {"gpus": gpus, "share": share}
+    share = cores // gpus  # of a rank: a core for its main thread, the rest for batches
+    rest = max(1, share - 1)
+    found: dict[str, float] = {"gpus": gpus, "share": share}
     # While one thread waits for its bytes or for Python's lock, the other decodes.
     found["zarr_threads"] = min(2, rest)
     found["num_workers"] = (share - 1) // found["zarr_threads"]
@@ -393,181 +417,149 @@ def settings(gpus: int, cores: int, memory_gb: float) -> dict[str, float]:
     found["processes"] = rest // found["threads"]
     half = memory_gb / 2  # ranks and the page cache have the other half
     found["limit_gb"] = half / (gpus * found["processes"])
-    found["alone"], found["alone_threads"] = nprocesses_nthreads(
-        cores
-    )  # Dask's own choice
-    found["alone_limit_gb"] = 0.8 * memory_gb / found["alone"]
+    processes, threads = nprocesses_nthreads(cores)  # Dask's own choice
+    found["alone"] = processes
+    found["alone_threads"] = threads
+    found["alone_limit_gb"] = 0.8 * memory_gb / processes
     return found
 
 
 def limit(gigabytes: float) -> str:
-    """Rounded down, so that the sum stays within; in MB where a GB is too coarse, for "0GB" is no limit at all."""
-    return f"{int(gigabytes)}GB" if gigabytes >= 10 else f"{int(1000 * gigabytes)}MB"
+    """Rounded down, so that the sum fits; in MB if small, because "0GB" is no limit."""
+    if gigabytes >= 10:
+        return f"{int(gigabytes)}GB"
+    return f"{int(1000 * gigabytes)}MB"
+
+
+def cluster(workers: float, threads: float, gigabytes: float, more: str = "") -> str:
+    """The call that makes a cluster."""
+    sizes = f"n_workers={workers}, threads_per_worker={threads}"
+    return f'LocalCluster({sizes}, memory_limit="{limit(gigabytes)}"{more})'
 
 
 def lines(found: dict[str, float]) -> dict[str, list[str]]:
-    """The same as lines to copy, for each way to work. The counts of threads are for data on a disk."""
-    f = {
-        name: limit(value) if name.endswith("_gb") else value
-        for name, value in found.items()
-    }
-    zarrs = 'zarr.config.set({{"threading.max_workers": {}}})'.format
-    cluster = (
-        'LocalCluster(n_workers={}, threads_per_worker={}, memory_limit="{}"'.format
-    )
-    private = (
-        cluster(f["processes"], f["threads"], f["limit_gb"])
-        + ', dashboard_address=":0")'
-    )
-    shared = cluster(f["gpus"] * f["processes"], f["threads"], f["limit_gb"]) + ")"
-    alone = cluster(f["alone"], f["alone_threads"], f["alone_limit_gb"]) + ")"
-    environment = f"ZARR_THREADING__MAX_WORKERS={f['threads']}"
+    """The same as lines to copy, for each way to work; threads are for data on a disk."""
+    threads = found["threads"]
+    processes = found["processes"]
+    pool = "ZARR_THREADING__MAX_WORKERS"
+    any_port = ', dashboard_address=":0"'
+    private = cluster(processes, threads, found["limit_gb"], any_port)
+    shared = cluster(found["gpus"] * processes, threads, found["limit_gb"])
+    own = (found["alone"], found["alone_threads"], found["alone_limit_gb"])
+    loader = f"DataLoader(..., num_workers={found['num_workers']})"
+    scheduler = f'dask.config.set(scheduler="threads", num_workers={threads})'
+    of_zarr = f'zarr.config.set({{"threading.max_workers": {threads}}})'
     return {
         "GPUs train": ["OMP_NUM_THREADS=1"],
-        "no Dask": [
-            f"ZARR_THREADING__MAX_WORKERS={f['zarr_threads']}",
-            f"DataLoader(..., num_workers={f['num_workers']})",
-        ],
+        "no Dask": [f"{pool}={found['zarr_threads']}", loader],
         "synchronous": ["DASK_SCHEDULER=synchronous"],
-        "threads": [
-            f'dask.config.set(scheduler="threads", num_workers={f["threads"]})',
-            zarrs(f["threads"]),
-        ],
-        "private": [environment, private],
-        "shared": [environment, shared, "Client(address)  # in each rank"],
-        "before training": [
-            environment.replace(f"={f['threads']}", f"={f['alone_threads']}"),
-            alone,
-        ],
+        "threads": [scheduler, of_zarr],
+        "private": [f"{pool}={threads}", private],
+        "shared": [f"{pool}={threads}", shared, "Client(address)  # in each rank"],
+        "before training": [f"{pool}={found['alone_threads']}", cluster(*own)],
     }
+
+
+def print_lines(found: dict[str, float]) -> None:
+    for name, each in lines(found).items():
+        for number, line in enumerate(each):
+            print(f"{'' if number else name:17}{line}")
+
+
+# ---------------------------------------------------------------------------- the command
 
 
 def title(row: dict) -> str:
-    return MODES[row["mode"]] + (
-        f", {row['threads_set']} of each" if "threads_set" in row else ""
-    )
+    name = MODES[row["mode"]]
+    return f"{name}, {row['threads_set']} of each" if "threads_set" in row else name
 
 
 def show(rows: list[dict]) -> None:
-    """Print a line for each mode: medians, and threads by what they are for."""
+    """Print a line for each mode: medians, and threads by their use."""
     print(f"{'':31}us a task, alone / both  patches/s, disk / late  processes  threads")
     for row in rows:
-        alone, both, disk, late = (
-            row[key]["median"] for key in ("us_alone", "us_both", "disk", "bucket")
-        )
+        keys = ("us_alone", "us_both", "disk", "bucket")
+        alone, both, disk, late = (row[key]["median"] for key in keys)
         counts = Counter(row["threads"])
-        print(
-            f"{title(row):31}{alone:12,.0f} {both:10,.0f} {disk:12,.0f} {late:10,.0f}",
-            end="",
-        )
-        print(f"{counts.pop('processes'):11}{counts.total():9}: {dict(counts)}")
+        processes = counts.pop("processes")
+        figures = f"{alone:12,.0f} {both:10,.0f} {disk:12,.0f} {late:10,.0f}"
+        threads = f"{counts.total():9}: {dict(counts)}"
+        print(f"{title(row):31}{figures}{processes:11}{threads}")
 
 
 def save(rows: list[dict], flags: list[str]) -> None:
     """Write results/dask_modes.json."""
-    cpu, facts = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if facts.exists():
-        cpu = facts.read_text().partition("model name\t: ")[2].split("\n")[0] or cpu
-    memory = round(psutil.virtual_memory().total / 2**30)
-    results = {
-        "command": " ".join(["uv run python dask_modes.py", *flags]),
-        "date": str(date.today()),
-    }
-    results["machine"] = {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "memory_gb": memory,
-        "gpu": None,
-    }
-    names = ("dask", "distributed", "zarr", "numpy")
-    results["versions"] = {"python": platform.python_version()} | {
-        name: version(name) for name in names
-    }
-    path = HERE / "results/dask_modes.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(results | {"rows": rows}) + "\n")
+    command = ["python dask_modes.py", *flags]
+    packages = ("dask", "distributed", "zarr", "numpy")
+    save_rows(HERE / "results/dask_modes.json", command, rows, packages)
 
 
 def main(argv: list[str] | None = None) -> list[dict] | dict:
     """Do what the flags ask for; return the rows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add(
-        "--modes",
-        nargs="+",
-        default=list(MODES),
-        metavar="MODE",
-        help=f"of {', '.join(MODES)} (default: all)",
-    )
-    add("--repeats", type=int, default=1, help="rounds, all modes in turn (default: 1)")
-    add("--tasks", type=int, default=100, help="whose overhead is timed (default: 100)")
-    add("--seconds", type=float, default=0.3, help="of each reading (default: 0.3)")
-    add(
-        "--memory",
-        action="store_true",
-        help="a task that outgrows its worker instead; takes minutes",
-    )
-    add(
-        "--settings",
-        type=int,
-        nargs=3,
-        metavar=("GPUS", "CORES", "GB"),
-        help="the lines for a machine instead",
-    )
-    add(
-        "--dashboard",
-        type=float,
-        metavar="SECONDS",
-        help="keep a cluster at work instead",
-    )
-    add(
-        "--save-results",
-        action="store_true",
-        help="all measurements, as results/dask_modes.json",
-    )
-    args = parser.parse_args(argv)
-    for mode in args.modes:
-        if mode not in MODES:
-            parser.error(f"--modes {mode}: give some of {', '.join(MODES)}")
-    for name in ("repeats", "tasks", "seconds", "dashboard"):
-        if getattr(args, name) is not None and not getattr(args, name) > 0:
-            parser.error(f"--{name} {getattr(args, name)}: give a number above 0")
-    if args.save_results and args.modes != list(MODES):
-        parser.error("--save-results: measures all modes; leave out --modes")
+    args = parse(argv)
     if args.settings:
-        try:
-            found = settings(*args.settings)
-        except ValueError as error:
-            parser.error(f"--settings {error}")
-        for name, each in lines(found).items():
-            print(
-                *(f"{title:17}{line}" for title, line in zip([name, "", ""], each)),
-                sep="\n",
-            )
-        return found
-    if not WINDS.exists():
-        parser.error(
-            f"../01_setup/data/{WINDS.name} is missing: run this in a copy of the whole book"
-        )
+        print_lines(args.settings)
+        return args.settings
     if args.dashboard:
         show_dashboard(args.dashboard)
         return []
     rows = []
-    if not args.memory or args.save_results:
+    if args.save_results or not args.memory:
         cases = [{"mode": mode} for mode in args.modes]
         if args.modes == list(MODES):
-            cases += [
-                {"mode": "threads", "threads_set": n, "zarr_threads": n} for n in COUNTS
-            ]
+            for count in COUNTS:
+                more = {"threads_set": count, "zarr_threads": count}
+                cases.append({"mode": "threads"} | more)
         rows += compare(cases, args)
         show(rows)
-    if args.memory or args.save_results:
-        rows += (outgrown := outgrow())
+    if args.save_results or args.memory:
+        outgrown = outgrow()
         for row in outgrown:
             print(f"{MODES[row['mode']]:30}{row['outcome']}")
+        rows += outgrown
     if args.save_results:
         save(rows, sys.argv[1:] if argv is None else argv)
     return rows
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The flags, `settings` worked out; exits with code 2 and a remedy if one is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    known = ", ".join(MODES)
+    text = f"of {known} (default: all)"
+    add("--modes", nargs="+", default=list(MODES), metavar="MODE", help=text)
+    add("--repeats", type=int, default=1, help="rounds, all modes in turn (default: 1)")
+    add("--tasks", type=int, default=100, help="whose overhead is timed (default: 100)")
+    add("--seconds", type=float, default=0.3, help="of each reading (default: 0.3)")
+    text = "a task that outgrows its worker instead; takes minutes"
+    add("--memory", action="store_true", help=text)
+    names = ("GPUS", "CORES", "GB")
+    text = "the lines for a machine instead"
+    add("--settings", type=int, nargs=3, metavar=names, help=text)
+    text = "keep a cluster at work instead"
+    add("--dashboard", type=float, metavar="SECONDS", help=text)
+    text = "all measurements, as results/dask_modes.json"
+    add("--save-results", action="store_true", help=text)
+    args = parser.parse_args(argv)
+    for mode in args.modes:
+        if mode not in MODES:
+            parser.error(f"--modes {mode}: give some of {known}")
+    for name in ("repeats", "tasks", "seconds", "dashboard"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name} {value}: give a number above 0")
+    if args.save_results and args.modes != list(MODES):
+        parser.error("--save-results: measures all modes; leave out --modes")
+    if args.settings:
+        try:
+            args.settings = settings(*args.settings)
+        except ValueError as error:
+            parser.error(f"--settings {error}")
+    elif not WINDS.exists():
+        reason = f"../01_setup/data/{WINDS.name} is missing"
+        parser.error(f"{reason}: run this in a copy of the whole book")
+    return args
 
 
 if __name__ == "__main__":

@@ -19,15 +19,12 @@ import argparse
 import json
 import logging
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -35,6 +32,8 @@ from time import sleep
 
 import psutil
 import torch
+
+from saving import save_rows
 
 BOOK = Path(__file__).resolve().parent.parent
 CLOUD = BOOK / "03_cloud_data"
@@ -290,28 +289,11 @@ def save(rows: list[dict], repeats: int, with_library: bool) -> None:
     """Write results/ladder.json, or results/ladder_gpu.json where there is a GPU."""
     gpu = name_gpu()
     library = "--with codecarbon " if with_library else ""
-    command = f"uv run {library}python ladder.py --repeats {repeats} --save-results"
+    command = f"{library}python ladder.py --repeats {repeats} --save-results"
     packages = ("torch", "lightning", "xarray", "zarr", "obstore")
-    versions = {"python": platform.python_version()}
-    versions |= {package: version(package) for package in packages}
-    results = {
-        "command": command,
-        "date": str(date.today()),
-        "machine": {
-            "cpu": name_processor(),
-            "cores": os.cpu_count(),
-            "memory_gb": round(psutil.virtual_memory().total / 2**30),
-            "gpu": gpu,
-        },
-        "versions": versions,
-        "rows": rows,
-    }
-    path = (
-        Path(__file__).parent
-        / "results"
-        / ("ladder_gpu.json" if gpu else "ladder.json")
-    )
-    path.write_text(json.dumps(results) + "\n")
+    name = "ladder_gpu.json" if gpu else "ladder.json"
+    path = Path(__file__).parent / "results" / name
+    save_rows(path, [command], rows, packages, gpu)
 
 
 def name_gpu() -> str | None:
@@ -320,16 +302,6 @@ def name_gpu() -> str | None:
         return torch.cuda.get_device_name()
     found = torch.accelerator.current_accelerator(check_available=True)
     return str(found) if found else None
-
-
-def name_processor() -> str:
-    """Its name, as Linux or else as Python knows it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(": ")[1]
-    return platform.processor() or platform.machine()
 
 
 def main(argv: list[str] | None = None) -> list[dict]:

@@ -1,18 +1,18 @@
-"""Appendix: the same winds in nine storage formats: size, speed, and what a random patch asks of a bucket.
+"""Appendix: the same winds in nine storage formats: size, speed, and requests for a patch.
 
     uv run python storage_formats.py
     uv run python storage_formats.py --patch-size 16 --rounds 5
 
-The 132 maps of chapter 1, u and v, are written in each format, and read back bit for bit. You should see that the sizes
-are within a few per cent of each other, that from a local disk the plain formats are the fastest by far, and that only
-some can fetch one patch out of a bucket without fetching much else.
+The 132 maps of chapter 1, u and v, are written in each format, and read back bit for bit.
+You should see that the sizes are within a few per cent of each other, that from a local
+disk the plain formats are the fastest by far, and that only some can fetch one patch out
+of a bucket without fetching much else.
 """
 
 import argparse
 import io
-import json
+import math
 import os
-import platform
 import shutil
 import struct
 import sys
@@ -20,8 +20,6 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -30,7 +28,6 @@ import google_crc32c
 import h5py
 import lmdb
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import webdataset as wds
@@ -40,29 +37,32 @@ from zarr.abc.store import Store
 from zarr.codecs import ZstdCodec
 from zarr.storage import LocalStore, WrapperStore
 
+from saving import save_rows
+
 WINDS = Path(__file__).parents[1] / "01_setup/data/navy_winds.nc"
 NAMES = ["eastward_wind", "northward_wind"]
 SHARD = 12  # maps
-LARGE = {
-    "tile": 8,
-    "times": 2,
-}  # the second table: maps 64 times larger, nearly as those at 0.25 degrees
+# The second table: maps 64 times larger, nearly as those at 0.25 degrees.
+LARGE = {"tile": 8, "times": 2}
 REWRITES = 4
+HEADS = ("MB", "packed", "files", "write s", "maps/s", "patches/s", "by xarray")
+HEADS += ("to open", "a patch")
 LONG_ENOUGH = 0.1  # seconds of a measurement, at least
 
 # ------------------------------------------------------------------------------------ counting requests
 
 
 class CountedFile(io.FileIO):
-    """A file that notes the bytes of each read: what a reader without a cache would ask a bucket for."""
+    """A file that notes the bytes of each read, as a bucket would be asked for them."""
 
     def __init__(self, path: Path, asked: list[int]):
         super().__init__(path)
         self.asked = asked
 
     def readinto(self, buffer: memoryview) -> int:
-        self.asked.append(super().readinto(buffer))
-        return self.asked[-1]
+        count = super().readinto(buffer)
+        self.asked.append(count)
+        return count
 
     def read(self, size: int = -1) -> bytes:
         data = super().read(size)
@@ -71,7 +71,7 @@ class CountedFile(io.FileIO):
 
 
 class CountedStore(WrapperStore):
-    """A Zarr store that notes the bytes of each object, or range of one, that is fetched; 0 if there is none."""
+    """A Zarr store that notes the bytes of each object or range; 0 if there is none."""
 
     def __init__(self, store: LocalStore, asked: list[int]):
         super().__init__(store)
@@ -90,9 +90,10 @@ class CountedStore(WrapperStore):
 
 
 class Format:
-    """A way to store records: a record is one time's map of all variables, of this shape, in float32.
+    """A way to store records, which are one time's map of all variables in float32.
 
-    With a list `asked`, the bytes of each read are noted there. Each class has its own `write(path, winds)`.
+    `shape` is a record's. With a list `asked`, the bytes of each read are noted there. Each
+    class has its own `write(path, winds)`.
     """
 
     label = ""
@@ -101,11 +102,14 @@ class Format:
     def __init__(
         self, path: Path, shape: tuple[int, int, int], asked: list[int] | None = None
     ):
-        self.path, self.shape, self.asked = path, shape, asked
+        self.path = path
+        self.shape = shape
+        self.asked = asked
         self.open()
 
     def source(self) -> io.FileIO:
-        return CountedFile(self.path, [] if self.asked is None else self.asked)
+        asked = [] if self.asked is None else self.asked
+        return CountedFile(self.path, asked)
 
     def open(self) -> None: ...
 
@@ -131,9 +135,9 @@ class Arrays(Format):
         return np.stack([array[time] for array in self.arrays])
 
     def patch(self, time: int, row: int, column: int, size: int) -> np.ndarray:
-        return np.stack(
-            [a[time, row : row + size, column : column + size] for a in self.arrays]
-        )
+        rows = slice(row, row + size)
+        columns = slice(column, column + size)
+        return np.stack([array[time, rows, columns] for array in self.arrays])
 
 
 class NetCDF(Arrays):
@@ -141,21 +145,21 @@ class NetCDF(Arrays):
 
     @staticmethod
     def write(path: Path, winds: xr.Dataset, compress: bool = False) -> None:
-        # zlib, since zstd is a plug-in, which every reader would need too.
-        encoding = {"chunksizes": (1, *grid(winds))} | (
-            {"zlib": True, "complevel": 1} if compress else {}
-        )
-        winds.to_netcdf(
-            path, engine="h5netcdf", encoding=dict.fromkeys(NAMES, encoding)
-        )
+        encoding: dict = {"chunksizes": (1, *grid(winds))}
+        if (
+            compress
+        ):  # zlib, because zstd is a plug-in, which every reader would need too
+            encoding |= {"zlib": True, "complevel": 1}
+        of_all = dict.fromkeys(NAMES, encoding)
+        winds.to_netcdf(path, engine="h5netcdf", encoding=of_all)
 
     def open(self) -> None:
         self.stream = self.path if self.asked is None else self.source()
-        # NetCDF-4 is HDF5. By default it keeps 8 MB of chunks, most of these winds, but nothing of terabytes:
-        # here one chunk. (With no room it would fetch an uncompressed chunk row by row.)
-        self.file = h5py.File(
-            self.stream, "r", rdcc_nbytes=4 * self.shape[1] * self.shape[2]
-        )
+        # NetCDF-4 is HDF5. By default it keeps 8 MB of chunks, which are most of these winds
+        # and nothing of terabytes. Here it keeps one. With no room it would fetch an
+        # uncompressed chunk row by row.
+        _, rows, columns = self.shape
+        self.file = h5py.File(self.stream, "r", rdcc_nbytes=4 * rows * columns)
         self.arrays = [self.file[name] for name in NAMES]
 
     def close(self) -> None:
@@ -175,27 +179,21 @@ class Zarr(Arrays):
     @classmethod
     def write(cls, path: Path, winds: xr.Dataset, compress: bool = False) -> None:
         chunk = cls.chunk or grid(winds)
-        encoding = {
-            "chunks": (1, *chunk),
-            "compressors": [ZstdCodec(level=1)] if compress else None,
-        }
+        encoding: dict = {"chunks": (1, *chunk)}
+        encoding["compressors"] = [ZstdCodec(level=1)] if compress else None
         if cls.sharded:  # as many whole chunks as cover the map
-            covered = (
-                -(-cells // side) * side for cells, side in zip(grid(winds), chunk)
-            )
+            covered = []
+            for cells, side in zip(grid(winds), chunk):
+                covered.append(math.ceil(cells / side) * side)
             encoding["shards"] = (SHARD, *covered)
-        winds.to_zarr(
-            path,
-            zarr_format=3,
-            consolidated=False,
-            encoding=dict.fromkeys(NAMES, encoding),
-        )
+        of_all = dict.fromkeys(NAMES, encoding)
+        winds.to_zarr(path, zarr_format=3, consolidated=False, encoding=of_all)
 
     def open(self) -> None:
-        store = LocalStore(self.path, read_only=True)
-        group = zarr.open_group(
-            store if self.asked is None else CountedStore(store, self.asked), mode="r"
-        )
+        store: Store = LocalStore(self.path, read_only=True)
+        if self.asked is not None:
+            store = CountedStore(store, self.asked)
+        group = zarr.open_group(store, mode="r")
         self.arrays = [group[name] for name in NAMES]
 
     def dataset(self) -> xr.Dataset:
@@ -214,7 +212,7 @@ class ShardedPatches(Zarr):
 
 
 class Parquet(Format):
-    """A row for each map, a tensor column for each variable, and a group of one row: what is read at once."""
+    """A row for each map, in a group of its own, and a tensor column for each variable."""
 
     label = "Parquet"
 
@@ -222,54 +220,52 @@ class Parquet(Format):
     def write(
         path: Path, winds: xr.Dataset, compress: bool = False, dictionary: bool = False
     ) -> None:
-        tensors = {
-            name: pa.FixedShapeTensorArray.from_numpy_ndarray(winds[name].values)
-            for name in NAMES
-        }
-        table = pa.table({"time": winds.time.values} | tensors)
-        codec = (
-            {"compression": "zstd", "compression_level": 1}
-            if compress
-            else {"compression": "none"}
-        )
-        # The default is a dictionary of values, which for measurements saves nothing and takes room.
-        pq.write_table(
-            table, path, row_group_size=1, use_dictionary=dictionary, **codec
-        )
+        columns: dict = {"time": winds.time.values}
+        for name in NAMES:
+            values = winds[name].values
+            columns[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
+        options: dict = {"compression": "none", "row_group_size": 1}
+        if compress:
+            options |= {"compression": "zstd", "compression_level": 1}
+        # The default is a dictionary of values. It saves nothing for measurements.
+        options["use_dictionary"] = dictionary
+        pq.write_table(pa.table(columns), path, **options)
 
     def open(self) -> None:
-        self.file = pq.ParquetFile(
-            self.path if self.asked is None else self.source(), pre_buffer=True
-        )
+        source = self.path if self.asked is None else self.source()
+        self.file = pq.ParquetFile(source, pre_buffer=True)
 
     def close(self) -> None:
         self.file.close(force=True)
 
     def map(self, time: int) -> np.ndarray:
         row = self.file.read_row_group(time, columns=NAMES)
-        return np.concatenate([row[name].chunk(0).to_numpy_ndarray() for name in NAMES])
+        columns = [row[name].chunk(0) for name in NAMES]
+        return np.concatenate([column.to_numpy_ndarray() for column in columns])
 
 
 class LMDB(Format):
-    """A memory-mapped tree of keys and bytes: a patch costs the pages it lies on, and nothing is copied before."""
+    """A memory-mapped tree of keys and bytes: a patch costs the pages that it lies on."""
 
     label = "LMDB"
     ranges = False
 
     @staticmethod
     def write(path: Path, winds: xr.Dataset, at_once: bool = True) -> None:
-        keys = [struct.pack(">I", time) for time in range(winds.sizes["time"])]
-        items = list(zip(keys, map(np.ndarray.tobytes, records(winds))))
-        # Only a limit, under Linux: no room is taken before it is used. One transaction, or one for each record.
+        items = []
+        for time, record in enumerate(records(winds)):
+            items.append((struct.pack(">I", time), record.tobytes()))
+        # In one transaction, or in one for each record.
+        parts = [items] if at_once else [[item] for item in items]
+        # Under Linux the size is only a limit: no room is taken before it is used.
         with lmdb.open(str(path), subdir=False, map_size=2**30, sync=at_once) as env:
-            for part in [items] if at_once else zip(items):
+            for part in parts:
                 with env.begin(write=True) as transaction:
                     transaction.cursor().putmulti(part)
 
     def open(self) -> None:
-        self.env = lmdb.open(
-            str(self.path), subdir=False, readonly=True, lock=False, readahead=False
-        )
+        options = {"subdir": False, "readonly": True, "lock": False, "readahead": False}
+        self.env = lmdb.open(str(self.path), **options)
         self.transaction = self.env.begin(buffers=True)
 
     def close(self) -> None:
@@ -278,9 +274,8 @@ class LMDB(Format):
 
     def map(self, time: int) -> np.ndarray:
         """A view of the file: of no use once it is closed."""
-        return np.frombuffer(
-            self.transaction.get(struct.pack(">I", time)), np.float32
-        ).reshape(self.shape)
+        data = self.transaction.get(struct.pack(">I", time))
+        return np.frombuffer(data, np.float32).reshape(self.shape)
 
 
 def masked_crc(data: bytes) -> int:
@@ -290,7 +285,10 @@ def masked_crc(data: bytes) -> int:
 
 
 class TFRecord(Format):
-    """Length, its CRC, bytes, their CRC; no index. https://www.tensorflow.org/tutorials/load_data/tfrecord"""
+    """Length, its CRC, bytes, their CRC, and no index.
+
+    See https://www.tensorflow.org/tutorials/load_data/tfrecord.
+    """
 
     label = "TFRecord"
 
@@ -304,15 +302,18 @@ class TFRecord(Format):
 
     def open(self) -> None:
         """Find where each record begins, in one pass from header to header."""
-        self.file, self.index, end = self.source(), [], self.path.stat().st_size
-        while (start := self.file.tell()) < end:
-            length, crc = struct.unpack("<QI", header := self.file.read(12))
+        self.file = self.source()
+        self.index: list[tuple[int, int]] = []
+        end = self.path.stat().st_size
+        start = 0
+        while start < end:
+            header = self.file.read(12)
+            length, crc = struct.unpack("<QI", header)
             if crc != masked_crc(header[:8]):
-                raise ValueError(
-                    f"{self.path}: the header at byte {start} is torn; write the file again"
-                )
+                where = f"{self.path}: the header at byte {start}"
+                raise ValueError(f"{where} is torn; write the file again")
             self.index.append((start + 12, length))
-            self.file.seek(length + 4, os.SEEK_CUR)
+            start = self.file.seek(length + 4, os.SEEK_CUR)
 
     def close(self) -> None:
         self.file.close()
@@ -321,14 +322,15 @@ class TFRecord(Format):
         start, length = self.index[time]
         self.file.seek(start)
         record = self.file.read(length + 4)
-        if struct.unpack("<I", record[length:])[0] != masked_crc(record[:length]):
+        [crc] = struct.unpack("<I", record[length:])
+        if crc != masked_crc(record[:length]):
             where = f"{self.path}: record {time}"
             raise ValueError(f"{where} is damaged; write the file again")
         return np.frombuffer(record, np.float32, length // 4).reshape(self.shape)
 
 
 class Tar(Format):
-    """WebDataset's shard: a tar of samples, here of an .npy each. Its reader streams; the index is tarfile's."""
+    """WebDataset's shard, a tar of samples. Its reader streams; the index is tarfile's."""
 
     label = "WebDataset tar"
 
@@ -347,12 +349,9 @@ class Tar(Format):
         self.file.close()
 
     def maps(self, times: int) -> Iterator[np.ndarray]:
-        return (
-            npy
-            for (npy,) in wds.WebDataset(str(self.path), shardshuffle=False)
-            .decode()
-            .to_tuple("npy")
-        )
+        samples = wds.WebDataset(str(self.path), shardshuffle=False)
+        for (npy,) in samples.decode().to_tuple("npy"):
+            yield npy
 
     def map(self, time: int) -> np.ndarray:
         start, length = self.index[time]
@@ -373,10 +372,8 @@ class Files(Format):
         path = self.path / f"{time:06}.npy"
         if self.asked is None:
             return np.load(path)
-        with CountedFile(
-            path, self.asked
-        ) as file:  # an object of a bucket: fetched whole
-            return np.load(io.BytesIO(file.read()))
+        with CountedFile(path, self.asked) as file:
+            return np.load(io.BytesIO(file.read()))  # an object is fetched whole
 
 
 FORMATS = [
@@ -399,10 +396,8 @@ def grid(winds: xr.Dataset) -> tuple[int, int]:
 
 def records(winds: xr.Dataset) -> Iterator[np.ndarray]:
     """Both variables of one time after another."""
-    return (
-        np.stack([winds[name].values[time] for name in NAMES])
-        for time in range(winds.sizes["time"])
-    )
+    for time in range(winds.sizes["time"]):
+        yield np.stack([winds[name].values[time] for name in NAMES])
 
 
 # ------------------------------------------------------------------------------------ what is measured
@@ -410,66 +405,74 @@ def records(winds: xr.Dataset) -> Iterator[np.ndarray]:
 
 def size(path: Path) -> tuple[int, int]:
     """Bytes and number of files."""
-    files = (
-        [part for part in path.rglob("*") if part.is_file()]
-        if path.is_dir()
-        else [path]
-    )
+    files = [path]
+    if path.is_dir():
+        files = [part for part in path.rglob("*") if part.is_file()]
     return sum(file.stat().st_size for file in files), len(files)
 
 
 def check(kind: type[Format], path: Path, winds: xr.Dataset) -> None:
-    """Read all records in order, and the last by itself; ValueError unless every bit is as it was."""
+    """ValueError unless all records in order, and the last by itself, are as they were."""
     wanted = list(records(winds))
     with closing(kind(path, wanted[0].shape)) as stored:
-        found = [
-            *map(np.copy, stored.maps(len(wanted))),
-            np.copy(stored.map(len(wanted) - 1)),
-        ]
-    content = [
-        [(record.shape, record.dtype, record.tobytes()) for record in side]
-        for side in (wanted, found)
-    ]
-    if content[1] != [*content[0], content[0][-1]]:
+        found = [np.copy(record) for record in stored.maps(len(wanted))]
+        found.append(np.copy(stored.map(len(wanted) - 1)))
+    wanted.append(wanted[-1])
+    if list(map(content, found)) != list(map(content, wanted)):
         raise ValueError(f"{path} does not hold what was written")
 
 
+def content(record: np.ndarray) -> tuple:
+    """All that makes two records equal, bit for bit."""
+    return record.shape, record.dtype, record.tobytes()
+
+
 def draw(number: int, patch: int, winds: xr.Dataset) -> list[tuple[int, int, int]]:
-    """Times and corners of patches, the same in each run; never one time twice running, for a reader may keep it."""
-    rng, times = np.random.default_rng(0), winds.sizes["time"]
-    drawn = [rng.integers(1, times, number).cumsum() % times]
-    drawn += [rng.integers(cells - patch + 1, size=number) for cells in grid(winds)]
+    """Times and corners of patches, the same in each run.
+
+    No time comes twice running, because a reader may keep it.
+    """
+    rng = np.random.default_rng(0)
+    times = winds.sizes["time"]
+    steps = rng.integers(1, times, number)
+    drawn = [steps.cumsum() % times]
+    for cells in grid(winds):
+        drawn.append(rng.integers(cells - patch + 1, size=number))
     return list(zip(*(values.tolist() for values in drawn)))
 
 
 def count(
     kind: type[Format], path: Path, winds: xr.Dataset, corners: list[tuple], patch: int
 ) -> dict:
-    """Requests and bytes: to open it and have the first patch, which fetches any index; then of a patch."""
+    """Requests and bytes to open it and have the first patch, and then of a patch.
+
+    The first patch fetches any index.
+    """
+    names = ["open_requests", "open_bytes", "patch_requests", "patch_bytes"]
     if not kind.ranges:
-        return dict.fromkeys(
-            ["open_requests", "open_bytes", "patch_requests", "patch_bytes"]
-        )
+        return dict.fromkeys(names)
     asked: list[int] = []
+    first, *others = corners
     with closing(kind(path, (len(NAMES), *grid(winds)), asked)) as stored:
-        stored.patch(*corners[0], patch)
+        stored.patch(*first, patch)
         opened = asked.copy()
-        for corner in corners[1:]:
+        for corner in others:
             stored.patch(*corner, patch)
-    later, number = asked[len(opened) :], len(corners) - 1
-    found = {"open_requests": len(opened), "open_bytes": sum(opened)}
-    return found | {
-        "patch_requests": len(later) / number,
-        "patch_bytes": sum(later) / number,
-    }
+    later = asked[len(opened) :]
+    requests = len(later) / len(others)
+    size_of_patch = sum(later) / len(others)
+    return dict(zip(names, (len(opened), sum(opened), requests, size_of_patch)))
 
 
 def rate(run: Callable[[], object], items: int) -> float:
-    """Items a second, of a function that does so many; again for some time, for some take microseconds."""
-    done, start = 0, perf_counter()
-    while (seconds := perf_counter() - start) < LONG_ENOUGH:
+    """Items a second of a function that does so many; repeated, as some take microseconds."""
+    done = 0
+    seconds = 0.0
+    start = perf_counter()
+    while seconds < LONG_ENOUGH:
         run()
         done += items
+        seconds = perf_counter() - start
     return done / seconds
 
 
@@ -477,13 +480,14 @@ def clock(
     kind: type[Format], path: Path, winds: xr.Dataset, corners: list[tuple], patch: int
 ) -> dict:
     """Write, read in order, read patches: seconds, records and patches a second."""
-    times, start = winds.sizes["time"], perf_counter()
+    times = winds.sizes["time"]
+    start = perf_counter()
     kind.write(path, winds)
     found = {"write_s": perf_counter() - start}
 
     def in_order() -> None:
         for record in stored.maps(times):
-            record.copy()  # else what is only mapped would not be read
+            record.copy()  # or what is only mapped would not be read
 
     def patches() -> None:
         for corner in corners:
@@ -491,11 +495,10 @@ def clock(
 
     def by_xarray() -> None:
         for time, row, column in corners:
-            at = {
-                "latitude": slice(row, row + patch),
-                "longitude": slice(column, column + patch),
-            }
-            fields[NAMES].isel(time=time, **at).load()
+            rows = slice(row, row + patch)
+            columns = slice(column, column + patch)
+            at = {"time": time, "latitude": rows, "longitude": columns}
+            fields[NAMES].isel(at).load()
 
     with closing(kind(path, (len(NAMES), *grid(winds)))) as stored:
         found["maps_per_second"] = rate(in_order, times)
@@ -507,160 +510,149 @@ def clock(
 
 
 def measure(winds: xr.Dataset, folder: Path, args: argparse.Namespace) -> list[dict]:
-    """A row for each format: checked and counted first, then timed in turn, `--rounds` times."""
-    corners, rows, times = draw(args.patches + 1, args.patch_size, winds), [], []
+    """A row for each format: checked and counted, then timed in turn, `--rounds` times."""
+    patch = args.patch_size
+    corners = draw(args.patches + 1, patch, winds)
+    rows = []
     for kind in FORMATS:
-        kind.write(path := folder / kind.__name__, winds)
+        path = folder / kind.__name__
+        kind.write(path, winds)
         check(kind, path, winds)
-        row = dict(zip(("format", "bytes", "files"), (kind.label, *size(path))))
-        rows.append(row | count(kind, path, winds, corners, args.patch_size))
-        times.append([])
+        stored, files = size(path)
+        row = {"format": kind.label, "bytes": stored, "files": files}
+        rows.append(row | count(kind, path, winds, corners, patch))
+    timed: list[list[dict]] = [[] for _ in FORMATS]
     for _ in range(args.rounds):
-        for kind, timed in zip(FORMATS, times):
+        for kind, found in zip(FORMATS, timed):
             path = folder / kind.__name__
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-            timed.append(clock(kind, path, winds, corners, args.patch_size))
-    for row, timed in zip(rows, times):
-        for name in timed[0]:
-            values = [found[name] for found in timed]
-            row[name] = {
-                "median": median(values),
-                "min": min(values),
-                "max": max(values),
-            }
+            remove(path)
+            found.append(clock(kind, path, winds, corners, patch))
+    for row, found in zip(rows, timed):
+        for name in found[0]:
+            values = [each[name] for each in found]
+            row[name] = {"median": median(values)}
+            row[name] |= {"min": min(values), "max": max(values)}
     return rows
 
 
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def sizes(winds: xr.Dataset, folder: Path) -> dict:
-    """Bytes that a choice decides: with the library's own codec, Parquet's dictionary, LMDB written again."""
+    """Bytes that a choice decides: codec, Parquet's dictionary, LMDB written again."""
     found: dict = {"compressed": {}}
     for kind in (NetCDF, Zarr, ShardedMaps, ShardedPatches, Parquet):
-        kind.write(path := folder / f"{kind.__name__} compressed", winds, compress=True)
+        path = folder / f"{kind.__name__} compressed"
+        kind.write(path, winds, compress=True)
         check(kind, path, winds)
-        found["compressed"][kind.label] = size(path)[0]
-    Parquet.write(path := folder / "with a dictionary", winds, dictionary=True)
-    found["parquet_dictionary"] = size(path)[0]
+        found["compressed"][kind.label], _ = size(path)
+    path = folder / "with a dictionary"
+    Parquet.write(path, winds, dictionary=True)
+    found["parquet_dictionary"], _ = size(path)
     for each in ("at_once", "one_by_one"):
-        path, found[f"lmdb_{each}"] = folder / f"rewritten {each}", []
+        path = folder / f"rewritten {each}"
+        grown = []
         for _ in range(REWRITES):
             LMDB.write(path, winds, at_once=each == "at_once")
-            found[f"lmdb_{each}"].append(size(path)[0])
+            grown.append(size(path)[0])
+        found[f"lmdb_{each}"] = grown
     return found
 
 
 def show(rows: list[dict], compressed: dict[str, int]) -> None:
     """Print sizes, speeds, and what a patch asks of a bucket."""
-    heads = "MB, packed, files, write s, maps/s, patches/s, by xarray, to open, a patch".split(
-        ", "
-    )
-    print(" " * 29, *(f"{head:>{max(9, len(head))}}" for head in heads))
+    print(" " * 29, *(f"{head:>{max(9, len(head))}}" for head in HEADS))
     for row in rows:
-        speed = {
-            name: f"{row[name]['median']:,.0f}"
-            for name in row
-            if name.endswith("per_second")
-        }
         packed = compressed.get(row["format"])
-        cells = [
-            f"{row['bytes'] / 1e6:.2f}",
-            f"{packed / 1e6:.2f}" if packed else "",
-            row["files"],
-        ]
-        cells += [
-            f"{row['write_s']['median']:.3f}",
-            speed["maps_per_second"],
-            speed["patches_per_second"],
-        ]
-        cells += [speed.get("xarray_patches_per_second", "")]
+        cells = [f"{row['bytes'] / 1e6:.2f}"]
+        cells.append(f"{packed / 1e6:.2f}" if packed else "")
+        cells.append(row["files"])
+        cells.append(f"{row['write_s']['median']:.3f}")
+        for name in ("maps", "patches", "xarray_patches"):
+            speed = row.get(f"{name}_per_second")
+            cells.append(f"{speed['median']:,.0f}" if speed else "")
         if row["patch_bytes"]:
-            parts = (
-                (row[f"{part}_requests"], row[f"{part}_bytes"] / 1e3)
-                for part in ("open", "patch")
-            )
-            cells += [f"{requests:.3g}, {kb:,.0f} kB" for requests, kb in parts]
+            for part in ("open", "patch"):
+                requests = row[f"{part}_requests"]
+                kb = row[f"{part}_bytes"] / 1e3
+                cells.append(f"{requests:.3g}, {kb:,.0f} kB")
         print(f"{row['format']:29}", *(f"{cell:>9}" for cell in cells))
 
 
 def save(found: dict, argv: list[str]) -> None:
     """Write results/storage_formats.json."""
-    cpu, facts = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if facts.exists():
-        cpu = facts.read_text().partition("model name\t: ")[2].split("\n")[0] or cpu
-    memory = round(psutil.virtual_memory().total / 2**30)
+    command = ["python storage_formats.py", *argv]
     packages = ("zarr", "h5py", "h5netcdf", "xarray", "pyarrow", "lmdb", "webdataset")
-    results = {
-        "command": " ".join(["uv run python storage_formats.py", *argv]),
-        "date": str(date.today()),
-    }
-    results["machine"] = {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "memory_gb": memory,
-        "gpu": None,
-    }
-    results["versions"] = {"python": platform.python_version()} | {
-        name: version(name) for name in packages
-    }
     path = Path(__file__).parent / "results/storage_formats.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(results | {"rows": [found]}) + "\n")
+    save_rows(path, command, [found], packages)
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """Print a table of the winds as they are and one of larger maps; return both and the sizes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--patch-size", type=int, default=32, help="cells along a side (default: 32)")
-    add(
-        "--patches",
-        type=int,
-        default=100,
-        help="random ones in each measurement (default: 100)",
-    )
-    add("--rounds", type=int, default=1, help="of all formats in turn (default: 1)")
-    add("--save-results", action="store_true", help="as results/storage_formats.json")
+    """Print a table of the winds and one of larger maps; return both and the sizes."""
+    parser = make_parser()
     args = parser.parse_args(argv)
-    for name in ("patch_size", "patches", "rounds"):
-        if getattr(args, name) < 1:
-            parser.error(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1"
-            )
-    if not WINDS.exists():
-        parser.error(
-            f"../01_setup/data/{WINDS.name} is missing: run this in a copy of the whole book"
-        )
+    check_flags(parser, args)
     with xr.open_dataset(WINDS, engine="h5netcdf") as file:
         winds = file.load().drop_encoding()
-    if args.patch_size > min(grid(winds)):
-        parser.error(
-            f"--patch-size {args.patch_size}: larger than the map; give at most {min(grid(winds))}"
-        )
-    tiles = [
-        winds.isel(time=slice(LARGE["times"])).drop_vars(["latitude", "longitude"])
-    ] * LARGE["tile"]
-    large = xr.concat([xr.concat(tiles, "latitude")] * LARGE["tile"], "longitude")
-    with (
-        tempfile.TemporaryDirectory() as first,
-        tempfile.TemporaryDirectory() as second,
-    ):
-        found = {
-            "winds": measure(winds, Path(first), args),
-            "large": measure(large, Path(second), args),
-        }
-        found |= sizes(winds, Path(first))
-    for name, fields in (("winds", winds), ("large", large)):
-        map_size, patch = (
-            " x ".join(map(str, grid(fields))),
-            f"{args.patch_size} x {args.patch_size}",
-        )
-        print(f"\n{fields.sizes['time']} maps of {map_size} cells, patches of {patch}")
+    widest = min(grid(winds))
+    if args.patch_size > widest:
+        reason = f"--patch-size {args.patch_size}: larger than the map"
+        parser.error(f"{reason}; give at most {widest}")
+    large = tile(winds)
+    found: dict = {}
+    with tempfile.TemporaryDirectory() as folder:
+        found["winds"] = measure(winds, Path(folder), args)
+        found |= sizes(winds, Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        found["large"] = measure(large, Path(folder), args)
+    patch = f"{args.patch_size} x {args.patch_size}"
+    for name, fields in {"winds": winds, "large": large}.items():
+        cells = " x ".join(map(str, grid(fields)))
+        print(f"\n{fields.sizes['time']} maps of {cells} cells, patches of {patch}")
         show(found[name], found["compressed"] if name == "winds" else {})
     for each in ("at_once", "one_by_one"):
-        written = ", ".join(f"{number / 1e6:.1f}" for number in found[f"lmdb_{each}"])
-        print(f"LMDB written {REWRITES} times, {each.replace('_', ' ')}, MB: {written}")
+        grown = [f"{number / 1e6:.1f}" for number in found[f"lmdb_{each}"]]
+        how = f"{REWRITES} times, {each.replace('_', ' ')}"
+        print(f"LMDB written {how}, MB: {', '.join(grown)}")
     if args.save_results:
         save(found, list(sys.argv[1:] if argv is None else argv))
     return found
+
+
+def tile(winds: xr.Dataset) -> xr.Dataset:
+    """A few of the maps, repeated to the north and to the east."""
+    few = winds.isel(time=slice(LARGE["times"]))
+    few = few.drop_vars(["latitude", "longitude"])
+    column = xr.concat([few] * LARGE["tile"], "latitude")
+    return xr.concat([column] * LARGE["tile"], "longitude")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--patch-size", type=int, default=32, help="cells along a side (default: 32)")
+    text = "random ones in each measurement (default: 100)"
+    add("--patches", type=int, default=100, help=text)
+    add("--rounds", type=int, default=1, help="of all formats in turn (default: 1)")
+    add("--save-results", action="store_true", help="as results/storage_formats.json")
+    return parser
+
+
+def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit with code 2 and a remedy if a flag makes no sense, or the winds are missing."""
+    for name in ("patch_size", "patches", "rounds"):
+        value = getattr(args, name)
+        if value < 1:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} {value}: give at least 1")
+    if not WINDS.exists():
+        reason = f"../01_setup/data/{WINDS.name} is missing"
+        parser.error(f"{reason}: run this in a copy of the whole book")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ FOLDER = book.ROOT / "appendix"
 PICTURES = 6
 # What gpu_day.py imports: no commands. And what takes long, or needs a GPU: tests of their own run these.
 MODULES = [path.name for path in book.files("appendix/gpu_*.py") if path.name != "gpu_day.py"]
+MODULES.append("saving.py")
 LONG = ["gpu_day.py", "ladder.py"]
 
 

@@ -1,4 +1,4 @@
-"""Appendix: each profiler names what was planted, by counts; how time is read is shown on made-up durations."""
+"""Appendix: each profiler names the slow-down that was built in, by counts; how time is read is shown on made-up durations."""
 
 import inspect
 import json
@@ -34,14 +34,14 @@ def lightning_speaks_again():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the profilers wrote of small runs with each plant."""
+    """What the profilers wrote of small runs with each slow-down."""
     folder = tmp_path_factory.mktemp("profilers")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         small = ["--steps", str(STEPS), "--patch-size", "8", "--output-dir", str(folder / "runs")]
         rows = entry.main(small)
     assert [(row["plant"], row["profiler"]) for row in rows] == [
-        (plant, kind) for plant in entry.PLANTS for kind in entry.PROFILERS
+        (slow, kind) for slow in entry.SLOW for kind in entry.PROFILERS
     ]
     assert all(row["excerpt"] and row["bytes"] for row in rows)
     assert [path.name for path in folder.iterdir()] == ["runs"], "something was written elsewhere"
@@ -75,15 +75,15 @@ def line_of(code: object) -> str:
 def test_the_simple_profiler_counts_hooks(folder):
     watch = f"[Callback]{WATCH}"
     assert actions(folder, "step_0_workers")[watch] == STEPS
-    for plant in ("none", "data", "model"):
-        calls = actions(folder, f"{plant}_0_workers")
+    for slow in ("none", "data", "model"):
+        calls = actions(folder, f"{slow}_0_workers")
         assert watch not in calls
         assert calls["[_TrainingEpochLoop].train_dataloader_next"] == STEPS
         assert calls["[Strategy]SingleDeviceStrategy.training_step"] == STEPS
 
 
 @pytest.mark.parametrize(
-    ("plant", "name", "calls", "place"),
+    ("slow", "name", "calls", "place"),
     [
         ("data", "count_bad", STEPS * entry.BATCH, line_of(entry.count_bad)),
         ("model", "<built-in method torch.matmul>", STEPS, line_of(entry.FirstGuess.forward)),
@@ -95,12 +95,10 @@ def test_the_simple_profiler_counts_hooks(folder):
         ),
     ],
 )
-def test_the_advanced_profiler_names_function_file_and_line(folder, plant, name, calls, place):
-    found = functions(folder, f"{plant}_0_workers")[name]
+def test_the_advanced_profiler_names_function_file_and_line(folder, slow, name, calls, place):
+    found = functions(folder, f"{slow}_0_workers")[name]
     assert found["calls"] == calls and found["place"].endswith(place)
-    assert all(
-        name not in functions(folder, f"{other}_0_workers") for other in entry.PLANTS if other != plant
-    )
+    assert all(name not in functions(folder, f"{other}_0_workers") for other in entry.SLOW if other != slow)
 
 
 def test_the_trace_names_the_operator_and_its_span(folder):
@@ -111,7 +109,7 @@ def test_the_trace_names_the_operator_and_its_span(folder):
     assert control["aten::conv2d"] == 3 * entry.TRACED and "aten::mm" not in control
     assert operators(folder, "none_0_workers", WATCH) is None
     # Python in the loader leaves no operator of its own
-    loader = [operators(folder, f"{plant}_0_workers", "train_dataloader_next") for plant in ("data", "none")]
+    loader = [operators(folder, f"{slow}_0_workers", "train_dataloader_next") for slow in ("data", "none")]
     assert loader[0] == loader[1]
 
 
@@ -124,7 +122,7 @@ def test_the_advanced_profiler_misses_what_follows_a_nested_action(folder):
 
 def test_a_worker_hides_the_function(folder, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    args = ["--plant", "data", "--num-workers", "1", "--steps", str(STEPS), "--patch-size", "8"]
+    args = ["--slow", "data", "--num-workers", "1", "--steps", str(STEPS), "--patch-size", "8"]
     entry.main([*args, "--output-dir", str(tmp_path)])
     assert "count_bad" in functions(folder, "data_0_workers")
     assert "count_bad" not in functions(tmp_path, "data_1_workers")
@@ -209,11 +207,11 @@ def test_trace_on_made_up_events():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--plant", "loader"], ["--plant", "loader", "data"]),
+        (["--slow", "loader"], ["--slow", "loader", "data"]),
         (["--steps", "8"], ["--steps 8", "at least 9"]),
         (["--steps", "13", "--save-results"], ["--steps 13", "at least 14"]),
         (["--num-workers", "-1"], ["--num-workers -1", "at least 0"]),
-        (["--save-results", "--plant", "data"], ["--save-results", "leave out --plant"]),
+        (["--save-results", "--slow", "data"], ["--save-results", "leave out --slow"]),
         (["--output-dir", __file__], ["--output-dir", "name a folder"]),
     ],
 )
@@ -243,12 +241,12 @@ def test_the_committed_results_keep_what_the_page_says():
         ),
         ("step", "trace"): (WATCH, None),
     }
-    for (plant, kind), (name, place) in expected.items():
-        top = looks[plant, 0, kind]["found"][0]
-        assert top["name"] == name, (plant, kind)
+    for (slow, kind), (name, place) in expected.items():
+        top = looks[slow, 0, kind]["found"][0]
+        assert top["name"] == name, (slow, kind)
         if place:  # but for the line's number, which moves with any line above
-            assert top["place"].rpartition(":")[0].endswith(place.rpartition(":")[0]), (plant, kind)
-        assert name != looks["none", 0, kind]["found"][0]["name"], (plant, kind)
+            assert top["place"].rpartition(":")[0].endswith(place.rpartition(":")[0]), (slow, kind)
+        assert name != looks["none", 0, kind]["found"][0]["name"], (slow, kind)
     assert looks["data", 0, "trace"]["found"][0]["filled"] < 0.1
     mm = looks["model", 0, "trace"]["found"][0]["operators"][0]
     assert (mm["name"], mm["calls"]) == ("aten::mm", entry.TRACED)

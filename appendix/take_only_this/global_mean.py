@@ -7,7 +7,7 @@ def global_mean(losses, mask):
     """The loss to call backward() on, under DDP or without; losses and mask of one shape."""
     count = mask.sum()
     world_size = 1
-    if distributed.is_initialized():
+    if distributed.is_available() and distributed.is_initialized():
         distributed.all_reduce(count)  # of all ranks, not of this one
         world_size = distributed.get_world_size()
     return (losses * mask).sum() * world_size / count.clamp(min=1)  # DDP divides again
