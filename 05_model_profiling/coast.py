@@ -1,4 +1,4 @@
-"""The coast on a map. Its file is chapter 1's; a folder that stands alone draws none."""
+"""The coast on a map; a folder that stands alone, without its file, draws none."""
 
 from pathlib import Path
 

@@ -476,7 +476,7 @@ def title(row: dict) -> str:
 
 def show(rows: list[dict]) -> None:
     """Print a line for each mode: medians, and threads by their use."""
-    print(f"{'':31}us a task, alone / both  patches/s, disk / late  processes  threads")
+    print(f"{'':31}us a task, alone / both  patches/s, disk, 10 ms  processes  threads")
     for row in rows:
         keys = ("us_alone", "us_both", "disk", "bucket")
         alone, both, disk, late = (row[key]["median"] for key in keys)
