@@ -61,7 +61,7 @@ def error_as_drawn(rank: int, step: int) -> float:
 
 
 def accumulated_mean_of_means(rank: int) -> dict:
-    """The same with four micro-batches, of one sample each, on each rank."""
+    """Each of four micro-batches, of one sample, is divided by its own count on each rank."""
     each = BATCH // RANKS
     first = each * rank
     batches = [part(whole_batch(), k, k + 1) for k in range(first, first + each)]

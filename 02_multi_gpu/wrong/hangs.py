@@ -14,7 +14,7 @@ BATCHES = 5
 
 
 def collective_on_rank_0(rank: int) -> dict:
-    """Logging the mean loss `if rank == 0`: the mean needs both ranks, and one of them never comes."""
+    """Rank 0 logs the mean loss `if rank == 0`. The mean needs both ranks, and one never comes."""
     own = ["loss"] if rank == 0 else []
     wrong = how_it_ends(lambda group: reduce_each(group, own), SHORT)
     right = how_it_ends(lambda group: reduce_each(group, ["loss"]))
@@ -22,7 +22,7 @@ def collective_on_rank_0(rank: int) -> dict:
 
 
 def unequal_batches(rank: int) -> dict:
-    """Five batches for two ranks, with nothing to make them equal: rank 0 waits in its third step."""
+    """Two ranks share five batches, and nothing makes their numbers equal: rank 0 waits in its third step."""
     own = range(rank, BATCHES, RANKS)
     wrong = how_it_ends(lambda group: reduce_each(group, own), SHORT)
     steps = StepSampler(BATCH, BATCHES, rank=rank, world_size=RANKS)
@@ -31,7 +31,7 @@ def unequal_batches(rank: int) -> dict:
 
 
 def unused_parameters(rank: int) -> dict:
-    """A layer that the loss does not use: DDP waits for its gradient, and the second step fails."""
+    """The loss does not use one layer. DDP waits for its gradient, and the second step fails."""
     wrong = how_it_ends(lambda group: take_two_steps(group, search=False))
     right = how_it_ends(lambda group: take_two_steps(group, search=True))
     return {"what": "two steps", "wrong": wrong, "right": right}
