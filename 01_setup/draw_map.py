@@ -9,21 +9,25 @@ The swaths are simulated. The network fills land as well; the land is painted ov
 a wind satellite sees the sea only.
 """
 
-import sys
+import argparse
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
+from checkpoints import OPTIONS, PARTS, load_checkpoint
 from coast import cover_land, draw_coast
 from datamodule import WindDataModule
+from ending import call
+from errors import CheckpointError
 from evaluation import format_latitude, format_longitude, predict, speed
 from model import FillGaps
-from options import OUTPUTS, parse_options
+from options import OUTPUTS, VARIABLES, parse_options, winds_file
 from task import make_data, make_datamodule
 
-SAMPLE = 0
+SAMPLE = 0  # of the patches that judge a run: over the Pacific
 SOUTH, NORTH = -60, 60
 
 
@@ -64,18 +68,30 @@ def draw(datamodule: WindDataModule, model: FillGaps) -> Figure:
     return figure
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Draw the fill of a checkpoint, beside it."""
-    given = sys.argv[1:] if argv is None else argv
-    checkpoint = Path(given[0]) if given else OUTPUTS / "train/last.ckpt"
-    if not checkpoint.exists():
-        sys.exit(f"{checkpoint} is not there: train first, or name another checkpoint")
+def save_map(checkpoint: Path) -> Path:
+    """Draw the fill of a checkpoint beside it, and return the picture's path."""
+    if not checkpoint.is_file():
+        raise CheckpointError("no such file; train first, or name another")
+    saved = load_checkpoint(str(checkpoint), PARTS)
+    if saved[OPTIONS]["variables"] != VARIABLES:
+        raise CheckpointError("is of other variables; name one of the book's winds")
     options, data = make_data(parse_options("", []))
     model = FillGaps.load_from_checkpoint(checkpoint, map_location="cpu")
-    picture = checkpoint.with_name("map.png")
     figure = draw(make_datamodule(options, data), model.eval())
+    picture = checkpoint.with_name("map.png")
     figure.savefig(picture, dpi=110)
     print(f"picture: {picture}")
+    return picture
+
+
+def main(argv: list[str] | None = None) -> Path:
+    """Draw the fill of a checkpoint; errors end with code 2."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = OUTPUTS / "train/last.ckpt"
+    text = f"of train.py (default: {default.relative_to(OUTPUTS.parent)})"
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=default, help=text)
+    checkpoint = parser.parse_args(argv).checkpoint
+    return call(partial(save_map, checkpoint), str(checkpoint), winds_file())
 
 
 if __name__ == "__main__":

@@ -96,7 +96,9 @@ def draw(shapes: dict[str, tuple[int, ...]]) -> Figure:
 def main() -> None:
     """Draw the network of the book's winds and save it."""
     figure = draw(find_shapes())
-    figure.savefig(RESULTS / "network.png", dpi=110)
+    picture = RESULTS / "network.png"
+    figure.savefig(picture, dpi=110)
+    print(f"picture: {picture}")
 
 
 if __name__ == "__main__":

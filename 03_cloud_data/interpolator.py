@@ -75,7 +75,8 @@ def make_interpolator(
 ) -> Interpolator:
     """An interpolator that has the covariance of a sample of the training times.
 
-    The sample is the same in every run. DataError for large patches, and if the sample cannot be read or would be too small.
+    The sample is the same in every run. DataError for large patches, and if the sample
+    cannot be read or would be too small.
     """
     if size**2 > MOST_CELLS:
         raise DataError(f"patches of {size} x {size} are too large for it")

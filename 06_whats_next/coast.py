@@ -23,7 +23,7 @@ def draw_coast(axes: Axes) -> None:
 
 
 def cover_land(axes: Axes) -> None:
-    """Paint over the land of a map, for what is meant for the sea alone."""
+    """Paint over the land of a map that ends before the poles, if its file is there."""
     limits = axes.axis()
     for line in read_coast():
         for turn in TURNS:

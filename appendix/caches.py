@@ -143,9 +143,8 @@ def epoch(order: str, items: int, rng: np.random.Generator) -> np.ndarray:
     if order == "draws":  # with replacement
         return rng.integers(items, size=items)
     shuffle = rng.permutation(items)
-    if (
-        order == "blocks"
-    ):  # as in chapter 4: some blocks at a time, patches of each in turn
+    if order == "blocks":
+        # As in chapter 4: some blocks at a time, and patches of each in turn.
         blocks = shuffle.reshape(-1, 1, SLOTS)
         return np.tile(blocks, (1, BLOCK_PATCHES, 1)).ravel()
     return shuffle

@@ -58,9 +58,8 @@ def chunks_along(patch: int, chunk: int, size: int | None = None) -> dict[int, f
         steps = sum_of_floors(size, chunk)
         steps -= sum_of_floors(patch - 1, chunk) + sum_of_floors(corners, chunk)
     fewest = ceil(patch / chunk)
-    with_one_more = (
-        steps - (fewest - 1) * corners
-    )  # corners from which one more is touched
+    # From so many corners one more is touched.
+    with_one_more = steps - (fewest - 1) * corners
     odds = {fewest: corners - with_one_more, fewest + 1: with_one_more}
     return {number: count / corners for number, count in odds.items() if count}
 

@@ -252,10 +252,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         args.start_method = choose_start_method(args)
     if any(PARTS[part][0] in ("gpu_runs", "gpu_loader") for part in todo):
         make_small_store(plan)
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # also where a launcher ignores Ctrl-C
+    # Also where a launcher ignores Ctrl-C.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     failed = []
     for part in todo:

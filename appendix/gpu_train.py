@@ -22,9 +22,8 @@ class Switches:
     """What train.py has no flag for."""
 
     deterministic: bool = False  # kernels that add in the same order each time
-    tf32: bool = (
-        True  # convolutions of float32 with 10 bits of mantissa: torch's default
-    )
+    # Convolutions of float32 with 11 bits of mantissa, torch's default.
+    tf32: bool = True
     kill_after: int | None = None  # the process kills itself after so many steps
 
 

@@ -73,10 +73,9 @@ def main(argv: list[str] | None = None) -> dict:
                 f"--segments {segments}: give numbers that divide {args.layers}, the --layers"
             )
     torch.set_num_threads(1)  # tensors as small as these only wait for a second one
-    truth, rows = (
-        step(args.layers, 1).pop("gradient"),
-        [],
-    )  # one segment: nothing is computed twice
+    # With one segment nothing is computed twice.
+    truth = step(args.layers, 1).pop("gradient")
+    rows = []
     print("segments   kept   k - 1 + 3N/k    peak   calls of layers   gradient")
     for segments in args.segments:
         row = step(args.layers, segments)

@@ -160,9 +160,8 @@ def whole_modules(file: Path) -> dict[str, str]:
         )
         for safe in (True, False)
     }
-    old = sys.modules["old_models"] = types.ModuleType(
-        "old_models"
-    )  # a module that was renamed since
+    old = types.ModuleType("old_models")  # a module that was renamed since
+    sys.modules["old_models"] = old
     Network.__module__, old.Network, here = old.__name__, Network, Network.__module__
     torch.save(Network(), file)
     Network.__module__ = here

@@ -146,9 +146,8 @@ class NetCDF(Arrays):
     @staticmethod
     def write(path: Path, winds: xr.Dataset, compress: bool = False) -> None:
         encoding: dict = {"chunksizes": (1, *grid(winds))}
-        if (
-            compress
-        ):  # zlib, because zstd is a plug-in, which every reader would need too
+        if compress:
+            # zlib, because zstd is a plug-in, which every reader would need too.
             encoding |= {"zlib": True, "complevel": 1}
         of_all = dict.fromkeys(NAMES, encoding)
         winds.to_netcdf(path, engine="h5netcdf", encoding=of_all)

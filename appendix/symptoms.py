@@ -36,19 +36,16 @@ from torch.utils.data import (
 
 # Lightning, xarray and Zarr are imported where they are used, for each worker imports this file anew.
 
-START = (
-    "spawn" if sys.platform == "win32" else "forkserver"
-)  # a fork beside threads may hang: number 2
+# A fork beside threads may hang: number 2.
+START = "spawn" if sys.platform == "win32" else "forkserver"
 
 
 def in_workers(dataset: Dataset, workers: int = 2, **options) -> DataLoader:
     """A loader with workers, which have of this process only what is pickled."""
-    multiprocessing.set_forkserver_preload(
-        ["torch.nn.parallel"]
-    )  # once, for all workers
-    return DataLoader(
-        dataset, num_workers=workers, multiprocessing_context=START, **options
-    )
+    modules = ["torch.nn.parallel"]  # once, for all workers
+    multiprocessing.set_forkserver_preload(modules)
+    options["multiprocessing_context"] = START
+    return DataLoader(dataset, num_workers=workers, **options)
 
 
 class Samples(Dataset):
@@ -173,9 +170,8 @@ def attribute_frozen() -> tuple[str, str]:
         )
         for epoch in range(3):
             if by_attribute:
-                dataset.make = partial(
-                    operator.add, epoch
-                )  # of which the workers have a copy since epoch 0
+                # The workers have a copy since epoch 0.
+                dataset.make = partial(operator.add, epoch)
             else:
                 indices[0] = epoch
             found += list(loader)

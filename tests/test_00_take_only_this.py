@@ -28,6 +28,8 @@ def test_batches_do_not_depend_on_workers_ranks_or_a_resume(snippet) -> None:
     whole = list(batches(10, 4, range(5)))
     assert sorted(itertools.chain(*whole)) == sorted([*range(10)] * 2)  # two epochs, each sample once in each
     assert sorted(whole[0] + whole[1] + whole[2][:2]) == list(range(10))
+    in_order = list(itertools.chain(*whole))
+    assert in_order[:10] != in_order[10:]
     assert list(batches(10, 4, range(3, 5))) == whole[3:]
     ranks = [list(batches(10, 4, range(5), rank=rank, world_size=3)) for rank in range(3)]
     assert [list(itertools.chain(*parts)) for parts in zip(*ranks)] == whole
@@ -71,6 +73,14 @@ def test_two_unequal_ranks_have_the_gradient_of_one(snippet, tmp_path) -> None:
     expected = (2 * CELLS * (0.5 * CELLS - 1) * MASK).sum() / MASK.sum()
     assert alone.weight.grad.item() == pytest.approx(expected.item(), rel=1e-12)
     assert queue.get() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_a_mask_of_any_type_counts_exactly_and_an_empty_one_teaches_nothing(snippet) -> None:
+    global_mean = snippet("global_mean").global_mean
+    losses = torch.full((70_000,), 2.0)
+    for dtype in (torch.bool, torch.int64, torch.float16, torch.float32):
+        assert global_mean(losses, torch.ones(70_000, dtype=dtype)).item() == 2
+    assert global_mean(losses, torch.zeros(70_000, dtype=torch.bool)).item() == 0
 
 
 def test_wait_and_work_are_told_apart(snippet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,6 +340,14 @@ def last_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     return call
 
 
+def test_nodes_with_unequal_tasks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last_line
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2(x3)")
+    message = last_line(LIGHTNING, None, "--output-dir", tmp_path / "new")
+    assert message == "SLURM_NTASKS_PER_NODE=2(x3): not a number; give each node as many tasks"
+
+
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_named_with_its_flag_and_writes_nothing(case: str, tmp_path: Path, last_line) -> None:
     script, flags, ranks, message = BAD_INPUT[case]

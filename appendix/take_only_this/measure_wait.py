@@ -4,7 +4,7 @@ from time import perf_counter
 
 
 def measure_wait(batches, seconds):
-    """The same batches; adds to seconds["wait"] and seconds["work"] as the loop goes on."""
+    """The same batches; adds to "wait" and "work" of seconds, which is a Counter()."""
     asked = perf_counter()
     for batch in batches:
         given = perf_counter()

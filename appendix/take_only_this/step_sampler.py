@@ -6,7 +6,7 @@ from numpy.random import default_rng
 
 
 def step_batches(n, batch_size, steps, seed=0, rank=0, world_size=1):
-    """A rank's indices in each step, out of n samples: a batch_sampler for DataLoader."""
+    """A rank's indices in each step, out of n samples; batch_size is of all ranks."""
     begin, end = (batch_size * r // world_size for r in (rank, rank + 1))
     for step in steps:  # range(first_step, max_steps); to resume, begin later
         places = range(step * batch_size + begin, step * batch_size + end)
