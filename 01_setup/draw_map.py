@@ -24,7 +24,7 @@ from ending import call
 from errors import CheckpointError
 from evaluation import format_latitude, format_longitude, predict, speed
 from model import FillGaps
-from options import OUTPUTS, VARIABLES, parse_options, winds_file
+from options import VARIABLES, parse_options, run_folder, winds_file
 from task import make_data, make_datamodule
 
 SAMPLE = 0  # of the patches that judge a run: over the Pacific
@@ -87,8 +87,8 @@ def save_map(checkpoint: Path) -> Path:
 def main(argv: list[str] | None = None) -> Path:
     """Draw the fill of a checkpoint; errors end with code 2."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = OUTPUTS / "train/last.ckpt"
-    text = f"of train.py (default: {default.relative_to(OUTPUTS.parent)})"
+    default = Path(run_folder(), "last.ckpt")
+    text = f"of train.py (default: {default})"
     parser.add_argument("checkpoint", type=Path, nargs="?", default=default, help=text)
     checkpoint = parser.parse_args(argv).checkpoint
     return call(partial(save_map, checkpoint), str(checkpoint), winds_file())

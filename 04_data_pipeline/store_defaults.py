@@ -73,7 +73,7 @@ def find_free(dates: np.ndarray, name: str, ends: dict[str, np.ndarray]) -> np.n
 
 
 def has_years(years: set[int], limits: list[list[str]]) -> bool:
-    """Whether each year of these limits is among the years."""
+    """Whether every year within these limits is among the years."""
     for first, last in limits:
         if not years.issuperset(range(int(first[:4]), int(last[:4]) + 1)):
             return False

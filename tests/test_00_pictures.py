@@ -25,7 +25,7 @@ def test_the_coast_is_drawn_within_the_limits_of_a_map(west: int) -> None:
     x, y = np.concatenate([line.get_xydata() for line in axes.lines]).T
     for longitude, latitude in ((151.3, -33.9), (-70.1, 41.9)):  # Sydney, Cape Cod
         distances = np.hypot((x - longitude) % 360, y - latitude)
-        assert np.min(distances) < 1
+        assert np.nanmin(distances) < 1  # NaN parts the lines
 
 
 def test_without_its_file_no_coast_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
