@@ -75,7 +75,9 @@ def parse_options(argv: list[str] | None) -> Options:
     """The options of a command line; exits with code 2 and a remedy if one is wrong."""
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
     summary = __doc__.splitlines()[0]
-    parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
+    parser = argparse.ArgumentParser(
+        description=summary, formatter_class=show_defaults, allow_abbrev=False
+    )
     for group in reversed(Options.__bases__):
         add_options(parser, group)
     args = parser.parse_args(argv)

@@ -100,7 +100,10 @@ def parse_options(argv: list[str] | None) -> Options:
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
     summary = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(
-        prog=program(), description=summary, formatter_class=show_defaults
+        prog=program(),
+        description=summary,
+        formatter_class=show_defaults,
+        allow_abbrev=False,
     )
     for group in reversed(Options.__bases__):
         add_options(parser, group)

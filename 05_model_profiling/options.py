@@ -237,7 +237,10 @@ def make_parser(summary: str) -> argparse.ArgumentParser:
     """Each option and its default."""
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(
-        prog=program(), description=summary, formatter_class=show_defaults
+        prog=program(),
+        description=summary,
+        formatter_class=show_defaults,
+        allow_abbrev=False,
     )
     for group in reversed(Options.__bases__):
         add_options(parser, group)

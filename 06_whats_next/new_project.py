@@ -291,7 +291,7 @@ def make_name(folder: Path) -> str:
 def main(argv: list[str] | None = None) -> Path:
     """Make the project; its folder. What is wrong ends with code 2."""
     parser = argparse.ArgumentParser(
-        prog=program(), description=__doc__.splitlines()[0]
+        prog=program(), description=__doc__.splitlines()[0], allow_abbrev=False
     )
     add = parser.add_argument
     add("folder", type=Path, metavar="DEST", help="the project's, new or empty")

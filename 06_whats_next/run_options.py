@@ -142,7 +142,10 @@ def make_parser(summary: str, options: type) -> argparse.ArgumentParser:
     """Each option and its default, in a group for each base of the dataclass `options`."""
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(
-        prog=program(), description=summary, formatter_class=show_defaults
+        prog=program(),
+        description=summary,
+        formatter_class=show_defaults,
+        allow_abbrev=False,
     )
     file = "options in JSON, such as a run's options.json; flags win"
     add = parser.add_argument

@@ -153,7 +153,9 @@ class Options(RunOptions, LayoutOptions, SourceOptions, TargetOptions):
 def parse_options(summary: str, argv: list[str] | None = None) -> Options:
     """The options of a command line; exits with code 2 and a remedy if one is wrong."""
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=summary, formatter_class=show_defaults)
+    parser = argparse.ArgumentParser(
+        description=summary, formatter_class=show_defaults, allow_abbrev=False
+    )
     for group in reversed(Options.__bases__):
         add_options(parser, group)
     args = parser.parse_args(argv)

@@ -202,6 +202,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog=program(),
         description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("run", type=Path, help="the folder of a finished run, or its kept results")

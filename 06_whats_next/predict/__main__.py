@@ -97,7 +97,10 @@ def make_parser() -> argparse.ArgumentParser:
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
     summary = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(
-        prog=program(), description=summary, formatter_class=show_defaults
+        prog=program(),
+        description=summary,
+        formatter_class=show_defaults,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("checkpoint", type=Path, help="one that train.py wrote")

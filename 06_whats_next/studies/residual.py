@@ -10,11 +10,12 @@ that are chosen on the validation times. A GPU takes minutes, two cores many hou
 Each recipe is trained by every one of --seeds. With --test, the one with the lowest RMSE on
 the validation times is judged on the test times, beside those that know nothing of OI's
 fill. --checkpoint adds the network of a run of train.py; --recipes names what else was
-tried, or nothing. The variables are the wind's: u, then v.
+tried, or nothing. --weights keeps those of each recipe's networks in a folder. The variables are the wind's: u, then v.
 """
 
 import argparse
 import math
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -210,10 +211,13 @@ def measure_entry(entry: Entry, filled: FilledPatches, judge: Judge) -> dict:
 class Contest:
     """All that is judged, and a row for each."""
 
-    def __init__(self, filled: FilledPatches, judge: Judge, keep: Callable):
+    def __init__(
+        self, filled: FilledPatches, judge: Judge, keep: Callable, weights: Path | None
+    ):
         self.filled = filled
         self.judge = judge
         self.keep = keep
+        self.weights = weights
         self.entries: list[Entry] = []
         self.rows: list[dict] = []
 
@@ -231,6 +235,8 @@ class Contest:
         recipe = (RECIPES | TRIED)[name]
         began = perf_counter()
         networks = [train(recipe, seed, self.filled, steps) for seed in seeds]
+        if self.weights:
+            save_weights(networks, self.weights / f"{slug(name)}.pt")
         details = {"recipe": asdict(recipe), "seconds": perf_counter() - began}
         self.add_trained(name, networks, recipe, details)
 
@@ -255,6 +261,17 @@ class Contest:
         self.keep(self.rows)
 
 
+def slug(name: str) -> str:
+    """A name of letters and digits, for a file."""
+    return re.sub("[^a-z0-9]+", "_", name.lower())
+
+
+def save_weights(networks: list[nn.Module], path: Path) -> None:
+    """Keep the weights of a recipe's networks: a list, by seed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save([network.state_dict() for network in networks], path)
+
+
 def study(
     own: argparse.Namespace, command: str, options: Options, location: Location
 ) -> list[dict]:
@@ -269,7 +286,8 @@ def study(
     size = options.patch_size
     filled = FilledPatches(data, size, own.places, options.seed, device)
     judge = filled.judge(data.validation, options.eval_samples)
-    contest = Contest(filled, judge, partial(keep, own.save_results, command))
+    keeper = partial(keep, own.save_results, command)
+    contest = Contest(filled, judge, keeper, own.weights)
     for fill in (APART, TOGETHER):
         contest.add(Entry(f"OI, {fill}", partial(of_fill, fill), {}))
     if own.checkpoint:
@@ -298,7 +316,9 @@ def print_row(row: dict, period: str) -> None:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Compare recipes on the store that is named, or on a small one."""
-    parser = argparse.ArgumentParser(add_help=False)  # train.py's has the help
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False
+    )  # train.py's has the help
     add = parser.add_argument
     names = [*RECIPES, *TRIED]
     add("--checkpoint", type=Path)
@@ -306,6 +326,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--places", type=int, default=3000)  # where patches to learn from lie
     add("--steps", type=int, default=sys.maxsize)  # at most
+    add("--weights", type=Path)
     add("--test", action="store_true")
     add("--save-results", action="store_true")
     own, flags = parser.parse_known_args(argv)
