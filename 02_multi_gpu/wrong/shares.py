@@ -1,6 +1,5 @@
 """Samples that are taken too often, or too few steps."""
 
-import multiprocessing
 from collections.abc import Iterator
 
 from torch.utils.data import (
@@ -11,11 +10,11 @@ from torch.utils.data import (
 )
 
 from options import START_METHOD
+from workers import worker_options
 from wrong.setting import BATCH, RANKS, gather
 
 EPOCH = range(1600)
 FEW = 16
-PRELOADED = ["torch.nn.parallel", "xarray", "scipy.interpolate", "matplotlib.figure"]
 
 
 def batch_per_device(rank: int) -> dict:
@@ -59,7 +58,6 @@ class Stream(IterableDataset):
 def count_samples(stream: Stream) -> int:
     """How many samples all workers of all ranks bring."""
     # Not by fork: a copied process may wait for ever for a lock that gloo's threads hold.
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    loader = DataLoader(stream, num_workers=2, multiprocessing_context=START_METHOD)
+    loader = DataLoader(stream, **worker_options(2, START_METHOD))
     own = sum(1 for _ in loader)
     return sum(gather(own))
