@@ -3,6 +3,7 @@ has already imported the heavy packages. A script cannot tell; it only starts in
 
 import multiprocessing
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
 import faults
@@ -60,7 +61,30 @@ def _child(script: str, argv: list[str], output: str, planted: dict, environment
         os.dup2(os.open(f"{output}/{name}", os.O_CREAT | os.O_WRONLY), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not this process's forkserver
+    if "--num-workers" in argv:
+        _start_forkserver()
     faults.run(script, argv, **planted)
+
+
+def _start_forkserver() -> None:
+    """Start the server that workers are forked from: a fork, too, while there are no threads."""
+
+    def fork(path: str, arguments: list[str], kept: list[int]) -> int:
+        if pid := os.fork():
+            return pid
+        first = 3  # behind stderr
+        for number in [*sorted(kept), resource.getrlimit(resource.RLIMIT_NOFILE)[0]]:
+            os.closerange(first, number)
+            first = number + 1
+        exec(arguments[-1])  # main(listener, pipe, ...)
+        os._exit(0)
+
+    resource_tracker.ensure_running()
+    CONTEXT.set_forkserver_preload([])
+    spawn = util.spawnv_passfds
+    util.spawnv_passfds = fork
+    forkserver.ensure_running()
+    util.spawnv_passfds = spawn
 
 
 class Program:
