@@ -63,7 +63,7 @@ def make_options(plan: Plan, flags: list) -> Options:
     """Chapter 5's options for a batch that suits a GPU, with more of its flags."""
     store = CLOUD / "outputs/buckets/winds" / plan.size.store
     flags = ["--store", store, *flags]
-    flags += ["--batch-size", plan.large_batch, "--patch-size", plan.size.patch]
+    flags += ["--batch-size", plan.loader_batch, "--patch-size", plan.size.patch]
     flags += ["--max-steps", 10**6, "--devices", 1, "--accelerator", plan.accelerator]
     return parse_options("", list(map(str, flags)))
 
@@ -122,10 +122,10 @@ def time_steps(step: Step, batches: Iterator, plan: Plan) -> dict:
     seconds = perf_counter() - began
     alone = time_alone(step, plan)
     return {
-        "batch_size": plan.large_batch,
-        "samples_per_second": plan.large_batch * plan.loader_steps / seconds,
+        "batch_size": plan.loader_batch,
+        "samples_per_second": plan.loader_batch * plan.loader_steps / seconds,
         "data_wait_share": waits / seconds,
-        "step_alone_samples_per_second": plan.large_batch / alone,
+        "step_alone_samples_per_second": plan.loader_batch / alone,
     }
 
 

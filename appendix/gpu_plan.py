@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Plan:
     loader_workers: tuple[int, ...] = (0, 1, 2, 4, 8)
     pinned_workers: tuple[int, ...] = (0, 4)  # also with pinned memory
     loader_patches: tuple[int, ...] = (32,)  # of a map, with the last of pinned_workers
+    loader_batch: int = 64  # the store has blocks for four of its batches at a time
     loader_steps: int = 32
     step_batches: tuple[int, ...] = (8, 32, 128, 512)
     widths: tuple[int, ...] = (24, 96, 192, 384)
@@ -70,6 +72,7 @@ DRY = Plan(
     workers=0,
     loader_workers=(0, 1),
     loader_patches=(),
+    loader_batch=4,
     loader_steps=2,
     step_batches=(2,),
     widths=(8,),
@@ -114,7 +117,7 @@ class Found:
 
     def add(self, part: str, case: str, values: dict[str, Any]) -> None:
         """Keep a row, in place of an older one of its case, and print it."""
-        row = {"part": part, "case": case} | values
+        row = {"part": part, "case": case, "date": str(date.today())} | values
         if self.has(part, case):
             self.rows.remove(self.row(part, case))
         self.rows.append(row)

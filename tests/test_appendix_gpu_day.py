@@ -21,6 +21,7 @@ PARTS = (
 )
 QUICK = "machine exact energy scaling".split()
 RESULTS = "appendix/results/gpu_day_nvidia_h200.json"
+DAYS = ("ladder", "ladder, a day later")
 KERNELS = "appendix/results/gpu_kernels_nvidia_h200.json"
 
 
@@ -186,12 +187,20 @@ def test_on_the_h200_the_chapters_were_three_to_four_times_as_fast_as_the_cores(
     for chapter in ("01_setup", "06_whats_next"):
         gpu, cores = (measured[part, chapter]["samples_per_second"] for part in ("ladder", "cpu"))
         assert 2.5 < gpu / cores < 4.5
-    rates = {case: row["samples_per_second"] for (part, case), row in measured.items() if part == "ladder"}
-    assert rates["06_whats_next"] < rates["05_model_profiling"] < rates["04_data_pipeline"]
+
+
+def test_on_the_h200_the_same_training_was_half_as_fast_again_on_one_day_as_on_another(measured) -> None:
+    """And a worker helped chapter 4."""
+    first, later = ({case: row for (part, case), row in measured.items() if part == name} for name in DAYS)
+    rates = [[day[case]["samples_per_second"] for day in (first, later)] for case in first.keys() & later]
+    assert 1.5 < max(max(rate) / min(rate) for rate in rates) < 1.6
+    own, moved = (later[f"04_data_pipeline{worker}"]["samples_per_second"] for worker in ("", ", 1 worker"))
+    assert moved > 1.2 * own
 
 
 def test_beside_the_h200_no_loader_was_half_as_fast_as_the_step(measured) -> None:
-    rows = [row for (part, _), row in measured.items() if part == "loader"]
+    rows = [row for (part, _), row in measured.items() if part.startswith("loader")]
+    assert len(rows) == 13
     assert all(row["samples_per_second"] < row["step_alone_samples_per_second"] / 2 for row in rows)
 
 
