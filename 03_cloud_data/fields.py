@@ -42,6 +42,12 @@ def explain_need(dataset: xr.Dataset) -> str:
     if dataset.sizes and not dataset.indexes:
         place = "in a DataTree they may lie in the group above"
         return f"no dimension has coordinates here: {place}; copy them into this one"
+    lacking = [dim for dim in DIMENSIONS if dim not in dataset.indexes]
+    unknown = [str(name) for name in dataset.indexes if name not in DIMENSIONS]
+    if lacking and unknown:
+        reason = f"no coordinate is known as {' or '.join(lacking)}"
+        remedy = "rename what is, or give it the attribute standard_name"
+        return f"{reason}; of {', '.join(unknown)}, {remedy}"
     return "each dimension needs coordinates and more than one value"
 
 

@@ -49,10 +49,10 @@ class Grid:
         width = len(self.longitude)
         largest = min(height, width) // 4 * 4
         if size % 4 or size > largest:
-            remedy = f"give a multiple of 4 from 16 to {largest}"
-            if largest < 16:
-                remedy = "give a store of at least 16 x 16"
             grid = f"the grid is {height} x {width}"
+            if largest < 16:
+                raise DataError(f"{grid}; give a store of at least 16 x 16")
+            remedy = f"give a multiple of 4 from 16 to {largest}"
             raise DataError(f"--patch-size {size}: {grid}; {remedy}")
         rows = height - size + 1
         columns = width if self.wraps else width - size + 1

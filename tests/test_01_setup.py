@@ -595,6 +595,10 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     late = load_winds()
     late.eastward_wind[105, 10, 10] = np.nan  # in the validation year
     late.to_netcdf(folder / "late.nc")
+    unnamed = load_winds().rename(latitude="y", longitude="x")
+    for name in ("x", "y"):
+        unnamed[name].attrs = {}
+    unnamed.to_netcdf(folder / "unnamed.nc")
     sentinel = load_winds()
     sentinel.eastward_wind[:, 10:20, 10:30] = -9999
     sentinel.to_netcdf(folder / "sentinel.nc")
@@ -622,17 +626,18 @@ BAD_INPUT = {  # flags, and what is said of them
     "--store {repeated}": r"--store \S+: time has a value twice",
     "--store {hourly}": r"--variables eastward_wind: .*eastward_wind \(hour, time.*; choose a value of hour by --level",
     "--variables u v": r"--variables u: .* there are eastward_wind \(time, latitude, longitude\); ",
+    "--store {unnamed}": r"--variables eastward_wind: .*; no coordinate is known as latitude or longitude; of x, y",
     "--store {timeless}": r"--variables eastward_wind: .* there are eastward_wind \(",
     "--train-times 2001 2002": r"--train-times 2001 2002: no times; give dates of 1982-01-16 to 1992-12-",
     "--test-times 1990 1992 --validation-times 1990 1990": r"--test-times 1990 1992: shares times with --validation",
     "--validation-times then now": r"--validation-times then now: not dates",
     "--train-times 1982-01 1982-11": r"--train-times 1982-01 1982-11: no month has 2 times there",
-    "--train-times 1982-01 1983-01": r"--train-times: no climatology of February, .*, December, which are",
+    "--train-times 1982-01 1983-01": r"--train-times: they lack February, .*, December, of which",
     "--patch-size 80": r"--patch-size 80: .*73 x 144; give a multiple of 4 from 16 to 72",
     "--patch-size 8": r"argument --patch-size: 8: too small; give at least 16",
     "--max-steps many": r"argument --max-steps: 'many': give a whole number",
     "--learning-rate nan": r"argument --learning-rate: nan: not finite",
-    "--learning-rat3 1": r"unrecognized arguments: --learning-rat3 1",
+    "--max-step 1": r"unrecognized arguments: --max-step 1",
     "--resume": r"--resume \S+last.ckpt: no such file",
     "--resume {cut}": r"--resume \S+cut.ckpt: cannot be read \(\w+\); give a whole",
     "--resume {foreign}": r"--resume \S+foreign.ckpt: cannot be read",

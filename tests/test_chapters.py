@@ -464,6 +464,7 @@ SECRET = "5e4d5ec4e7"
 IN_ENVIRONMENT = "it may hold credentials.* give them in the environment"
 BAD_INPUT = {
     "--max-steps 0": "argument --max-steps: 0: too small; give at least 1",
+    "--max-step 9": "unrecognized arguments: --max-step 9",
     "--max-steps many": "argument --max-steps: 'many': give a whole number",
     "--learning-rate nan": "argument --learning-rate: nan: not finite; give a number",
     f"--seed {2**64}": f"argument --seed: {2**64}: too large; give less than {2**64}",
