@@ -139,4 +139,4 @@ def require_same(names: list[str], before: dict, now: dict) -> None:
             raise CheckpointError(f"does not say its {flag}; give no --resume")
         if before.get(name) != now[name]:
             reason = f"has {flag} {before[name]}, not {now[name]}"
-            raise CheckpointError(f"{reason}; give {flag} that, or no --resume")
+            raise CheckpointError(f"{reason}; give that, or no --resume")

@@ -16,14 +16,14 @@ def set_devices(args: argparse.Namespace) -> None:
     on_gpu = has_gpu and args.accelerator != "cpu"
     available = torch.accelerator.device_count() if on_gpu else os.cpu_count()
     kind = "GPUs" if on_gpu else "cores"
-    if args.devices and args.devices > available:
-        refuse(
-            f"--devices {args.devices}: give up to {available}, the {kind} there are"
-        )
     launched = read_environment("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
     if launched and args.devices not in (None, launched):
         reason = f"the launcher has {launched} on each node; leave --devices out"
         refuse(f"--devices {args.devices}: {reason}")
+    if args.devices and args.devices > available:
+        refuse(
+            f"--devices {args.devices}: give up to {available}, the {kind} there are"
+        )
     if on_gpu and launched > available:
         refuse(
             f"the launcher has {launched} processes here; there are {available} GPUs"

@@ -226,7 +226,9 @@ def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:
     print(f"\nRMSE over the unseen cells of {span}, {', '.join(rmse)}")
     for name, row in metrics["rmse"].items():
         print(f"  {name:30}", *(f"{value:8.3f}" for value in row.values()))
-    print_gains(metrics["rmse"])
+    is_finite = np.isfinite(list(rmse.values())).all()
+    if is_finite:
+        print_gains(metrics["rmse"])
     if "samples_per_second" in metrics:
         rate = f"{metrics['samples_per_second']:.1f} samples/s"
         print(f"{rate}, {metrics['data_wait_share']:.1%} of the time waiting for data")
@@ -243,5 +245,5 @@ def print_summary(metrics: dict, test_times: list[str], picture: Path) -> None:
     memory = f"peak memory {metrics['peak_memory_gb']:.1f} GB"
     print(f"{metrics['steps']} steps in {metrics['seconds']:.0f} s, {memory}")
     print(f"picture: {picture}")
-    if not np.isfinite(list(rmse.values())).all():
+    if not is_finite:
         raise DataError(DIVERGED)

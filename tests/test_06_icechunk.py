@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_with_the_snapshot_that_it_began_with(repository: P
     assert (
         done[0]
         .err.splitlines()[-1]
-        .endswith(f"has --snapshot {first}, not {second}; give --snapshot that, or no --resume")
+        .endswith(f"has --snapshot {first}, not {second}; give that, or no --resume")
     )
     repeated = [*at, "--config", whole / "options.json", "--output-dir", again]
     done = run_ranks(1, *repeated, wait_for_writes=True)

@@ -356,7 +356,7 @@ def test_a_run_is_not_resumed_with_another_value_of_what_decides_its_end(
         flag, before = f"--{name.replace('_', '-')}", getattr(options, name)
         if before is None:
             before = STORE_DEFAULTS.get(name)
-        said = re.escape(f"has {flag} {before}, not another; give {flag} that, or no --resume")
+        said = re.escape(f"has {flag} {before}, not another; give that, or no --resume")
         with pytest.raises(CheckpointError, match=said):
             train.train(replace(options, **{name: "another"}), None)
     assert list(tmp_path.iterdir()) == []
