@@ -18,6 +18,7 @@ from filelock import FileLock
 
 # Their assertions, too, show what they compared.
 pytest.register_assert_rewrite("programs", "runs", "chapter_6")
+import forked_kernel  # noqa: E402
 import programs  # noqa: E402
 
 # What a launcher or a scheduler has set would be taken for a place among other ranks, and torchrun.sh and
@@ -79,6 +80,12 @@ def quick_programs():
     """A module's programs judge themselves by 24 patches instead of 96, and draw nothing."""
     with programs.planted_in_all(**programs.QUICK):
         yield
+
+
+@pytest.fixture
+def forked_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notebooks run in kernels that start at once."""
+    monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", forked_kernel.Kernel)
 
 
 # Of 5 degrees, 37 x 72 cells, in chunks of one time. The training times have every month, two or three times.

@@ -53,10 +53,14 @@ class Run:
     err: str
 
 
+def leave_book() -> None:
+    """Forget the book's folders, of which pytest has some: a script finds its own folder's modules, and no other."""
+    sys.path[:] = [name for name in sys.path if Path(name).parent != ROOT or Path(name).name == "tests"]
+
+
 def _child(script: str, argv: list[str], output: str, planted: dict, environment: dict) -> None:
     os.environ |= environment
-    # Of which pytest has chapter 6's, for tests of its modules: a script finds its own folder's, and no other.
-    sys.path[:] = [name for name in sys.path if Path(name).parent != ROOT or Path(name).name == "tests"]
+    leave_book()
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}/{name}", os.O_CREAT | os.O_WRONLY), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from runs import losses
 
+pytestmark = pytest.mark.usefixtures("forked_kernels")
+
 
 def look(notebook: book.NotebookNode) -> tuple[int, str]:
     """How many pictures an executed notebook has, and what it has printed."""
