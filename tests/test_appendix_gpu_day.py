@@ -28,7 +28,7 @@ KERNELS = "appendix/results/gpu_kernels_nvidia_h200.json"
 def dry_run(folder: Path, parts: list[str]) -> tuple[list[dict], str]:
     """The rows of a dry run of some parts, and what it printed."""
     flags = ["--dry-run", "--minutes", 8, "--output-dir", folder, "--parts", *parts]
-    done = programs.require_success(SCRIPT, *flags, timeout=600)
+    done = programs.require_success(SCRIPT, *flags, timeout=600, **programs.QUICK)
     return json.loads((folder / "dry_run.json").read_text())["rows"], done.out
 
 
