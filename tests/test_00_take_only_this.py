@@ -5,14 +5,14 @@ import itertools
 from collections import Counter
 from types import ModuleType
 
-import book
+import programs
 import pytest
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-FOLDER = book.ROOT / "appendix/take_only_this"
+FOLDER = programs.ROOT / "appendix/take_only_this"
 CELLS = torch.arange(24.0, dtype=torch.float64).reshape(8, 3)
 MASK = CELLS % 5 > 1  # rows with unequal numbers of cells
 
@@ -68,8 +68,9 @@ def _backward(module: ModuleType, model: nn.Module, rows: slice) -> None:
 def test_two_unequal_ranks_have_the_gradient_of_one(snippet, tmp_path) -> None:
     alone = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     _backward(snippet("global_mean"), alone, slice(0, 8))
-    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(_gradient, (str(tmp_path / "meet"), str(FOLDER), queue), 2)
+    queue = programs.CONTEXT.SimpleQueue()
+    given = (str(tmp_path / "meet"), str(FOLDER), queue)
+    torch.multiprocessing.start_processes(_gradient, given, 2, start_method="forkserver")
     expected = (2 * CELLS * (0.5 * CELLS - 1) * MASK).sum() / MASK.sum()
     assert alone.weight.grad.item() == pytest.approx(expected.item(), rel=1e-12)
     assert queue.get() == pytest.approx(expected.item(), rel=1e-12)

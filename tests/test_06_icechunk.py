@@ -37,7 +37,7 @@ def read_options(output: Path) -> dict:
 def test_a_killed_run_goes_on_with_the_snapshot_that_it_began_with(repository: Path, tmp_path: Path) -> None:
     """It ends at the bits of a run that nothing disturbed, says so, and is repeated by its record."""
     kept = ["--climatology-dir", tmp_path / "kept"]
-    at = ["--store", repository, *kept]
+    at = ["--store", repository, *kept, "--max-steps", 8]
     whole, killed, later, again = (tmp_path / name for name in ("whole", "killed", "later", "again"))
     done = run_ranks(1, *at, "--icechunk", "main", "--output-dir", whole, wait_for_writes=True)
     assert codes(done) == [0], printed(done)

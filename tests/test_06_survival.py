@@ -265,7 +265,7 @@ def test_a_run_resumes_from_a_bucket_to_the_bit_and_ends_if_the_bucket_goes_away
         client.download_file("runs", f"first/{newest}", tmp_path / "checkpoints" / newest)
 
         flags = [*place, "--output-dir", tmp_path / "second", "--checkpoint-dir", "s3://runs/second"]
-        flags += ["--retry-timeout", 5]
+        flags += ["--retry-timeout", 1]
         program = programs.Program(SCRIPT, *flags, environment=KEYS, wait_for_file=(7, gone))
         programs.wait_for(lambda: listed("second"), program, "a checkpoint")
     assert (tmp_path / "resumed_at_5").exists() or (tmp_path / "resumed_at_6").exists()

@@ -2,14 +2,15 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import book
+import programs
 import pytest
 
-APPENDIX, LIMIT = book.ROOT / "appendix", 600  # seconds: a guard against hangs
+APPENDIX = book.ROOT / "appendix"
+SCRIPT = APPENDIX / "gpu_day.py"
 sys.path.insert(0, str(APPENDIX))  # its modules import each other by name
 import gpu_counters  # noqa: E402
 import gpu_day  # noqa: E402
@@ -25,19 +26,11 @@ DAYS = ("ladder", "ladder, a day later")
 KERNELS = "appendix/results/gpu_kernels_nvidia_h200.json"
 
 
-def run(*flags: str) -> subprocess.CompletedProcess:
-    """The script as its reader runs it, to its end."""
-    command = [sys.executable, "gpu_day.py", *flags]
-    return subprocess.run(
-        command, cwd=APPENDIX, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT
-    )
-
-
 def dry_run(folder: Path, parts: list[str]) -> tuple[list[dict], str]:
     """The rows of a dry run of some parts, and what it printed."""
-    done = run("--dry-run", "--minutes", "8", "--output-dir", str(folder), "--parts", *parts)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "dry_run.json").read_text())["rows"], done.stdout
+    flags = ["--dry-run", "--minutes", 8, "--output-dir", folder, "--parts", *parts]
+    done = programs.require_success(SCRIPT, *flags, timeout=600, **programs.QUICK)
+    return json.loads((folder / "dry_run.json").read_text())["rows"], done.out
 
 
 def assert_each_part_is_measured(parts: list[str], rows: list[dict], printed: str) -> None:
@@ -80,16 +73,15 @@ def test_what_a_cpu_has_no_counter_for_is_missing_and_not_0(dry) -> None:
 
 
 def test_a_part_that_is_killed_is_named_and_gone_on_with(tmp_path: Path) -> None:
-    flags = ["--dry-run", "--output-dir", str(tmp_path), "--parts", "machine", "wide"]
-    killed = run(*flags, "--minutes", "1e-6")
-    assert killed.returncode == 1
-    assert "not finished: machine, wide; the same command goes on" in killed.stdout
+    flags = ["--dry-run", "--output-dir", tmp_path, "--parts", "machine", "wide"]
+    killed = programs.run(SCRIPT, *flags, "--minutes", "1e-6")
+    assert killed.code == 1
+    assert "not finished: machine, wide; the same command goes on" in killed.out
     path = tmp_path / "dry_run.json"
     measured = {"part": "wide", "case": "width 8", "parameters": -1}  # killed after its only row
     path.write_text(json.dumps({"rows": [measured], "finished": ["machine"]}))
-    gone_on = run(*flags)
-    assert gone_on.returncode == 0, gone_on.stderr
-    assert "machine: finished before; --again repeats it" in gone_on.stdout
+    gone_on = programs.require_success(SCRIPT, *flags)
+    assert "machine: finished before; --again repeats it" in gone_on.out
     assert json.loads(path.read_text()) == {"rows": [measured], "finished": ["machine", "wide"]}
 
 

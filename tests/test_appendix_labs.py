@@ -1,17 +1,14 @@
 """The appendix's five labs: each claim, by counts of bytes and calls and by equal results. No clock decides."""
 
 import importlib
-import json
-import os
-import signal
-import subprocess
 import sys
-from contextlib import suppress
+from functools import partial
 
 import book
 import pytest
+import torch
 
-APPENDIX, LIMIT = book.ROOT / "appendix", 300  # seconds: a guard against hangs, beyond tenfold the usual time
+APPENDIX = book.ROOT / "appendix"
 NAMES = ("accumulation", "precision", "checkpointing", "saving", "synchronisation")
 sys.path.insert(0, str(APPENDIX))  # by their own names: one pickles its classes by it, one imports another
 labs = {name: importlib.import_module(f"lab_{name}") for name in NAMES}
@@ -34,18 +31,11 @@ def saving() -> dict:
 
 @pytest.fixture(scope="module")
 def synchronisation() -> dict:
-    """What two processes found. They are started by a program of their own, and end with it."""
-    code = "import json, lab_synchronisation as lab; print(json.dumps(lab.main([])))"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    program = subprocess.Popen([sys.executable, "-c", code], cwd=APPENDIX, start_new_session=True, **pipes)
-    try:
-        out, err = program.communicate(timeout=LIMIT)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)  # whatever is left of it
-        program.communicate()
-    assert program.returncode == 0, err
-    return json.loads(out.splitlines()[-1])
+    """What two processes found, which are forks instead of new programs."""
+    fork = partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.multiprocessing, "spawn", fork)
+        return labs["synchronisation"].main([])
 
 
 def test_one_count_makes_micro_batches_the_whole_batch_and_own_counts_do_not(accumulation: dict) -> None:

@@ -4,7 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import accumulate, islice
 
 import block_loader
 import numpy as np
@@ -113,7 +113,8 @@ def test_so_many_blocks_are_read_ahead_and_no_more_are_held_than_is_said(
     batches = [piece[: batch // pieces] for piece in batches][::workers]  # the first rank's and worker's
     found = iter(BlockLoader(order, batches, read_block, make_batch, ahead))
     assert blocks == []
-    begun = [len(reads_of(order, batches[:number])) for number in range(len(batches) + 1)]
+    needed = accumulate(batches, lambda reads, batch: reads | reads_of(order, [batch]), initial=set())
+    begun = [len(reads) for reads in needed]
     new = max(np.diff(begun[slots // batch + 1 :]))  # of a batch; the first ones fill the slots
     for number in range(1, len(batches) + 1):
         next(found)

@@ -11,7 +11,8 @@ from made_up_winds import COLUMNS, ROWS, flags_for, make_datamodule, make_winds,
 
 def test_shards_in_a_bucket_that_fails_now_and_then_have_the_same_batches(tmp_path: Path) -> None:
     """To the bit, whatever was read for them."""
-    path = write(tmp_path / "winds/shards", make_winds(), (1, 10, 20), shards=(4, ROWS, COLUMNS))
+    winds = make_winds()[["u", "v"]].isel(time=slice(None, None, 2))
+    path = write(tmp_path / "winds/shards", winds, (1, 10, 20), shards=(4, ROWS, COLUMNS))
     few = "--max-steps 10 --shuffle-slots 8 --patches-per-block 4 --accelerator cpu".split()
     expected = list(make_datamodule(flags_for(path, *few)).train_loader())
     bucket = ["--store", "s3://winds/shards", "--anonymous"]

@@ -149,7 +149,7 @@ def test_a_body_that_breaks_off_is_asked_for_again(server, winds: xr.Dataset) ->
 def test_what_a_server_does_not_give_is_named_when_the_retries_end(way: str, reason: str, server) -> None:
     """A forbidden chunk is not taken for an absent one, and a busy server is not asked for ever."""
     server.cuts["whole/v/c/0/0/0"] = 10**6
-    reader = reader_of(f"{server.address}/{way}/whole", retry_timeout=3)
+    reader = reader_of(f"{server.address}/{way}/whole", retry_timeout=2)
     read = ThreadPoolExecutor(1).submit(reader.read, "v", {"time": 3, "longitude": slice(0, 5)})
     error = read.exception(timeout=60)  # seconds: the default of --retry-timeout is 120
     assert isinstance(error, DataError)
@@ -232,7 +232,7 @@ def test_a_bucket_is_looked_for_in_its_region(
     for name, value in (environment | {"HTTPS_PROXY": server.address}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(DataError):
-        reader_of(url, anonymous=True, retry_timeout=2, region=region).open()
+        reader_of(url, anonymous=True, retry_timeout=1, region=region).open()
     assert set(server.asked) == {("CONNECT", host)}
 
 
