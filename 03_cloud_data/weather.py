@@ -41,11 +41,10 @@ def make_files(folder: Path, n_days: int, resolution: float) -> list[Path]:
     days = np.linspace(0, DAYS - 1, n_days).astype("timedelta64[D]")
     years = (FIRST_DAY + days).astype("datetime64[Y]")
     files = {year: folder / f"winds_{year}.nc" for year in np.unique(years)}
-    monthly = read_monthly()
     with FileLock(folder / ".lock"):
-        for year, path in tqdm(files.items(), "files", disable=None):
-            if path.exists():
-                continue
+        missing = {year: path for year, path in files.items() if not path.exists()}
+        monthly = read_monthly() if missing else None
+        for year, path in tqdm(missing.items(), "files", disable=None):
             partial = path.with_name(f".part-{path.name}")
             winds = make_year(days[years == year], resolution, monthly)
             winds.to_netcdf(partial, engine="h5netcdf")

@@ -23,7 +23,7 @@ LIMIT = 300  # seconds: a guard against hangs, tenfold above the usual time on a
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = (
     "lightning.pytorch torch.distributed torch.utils.data torchmetrics tqdm xarray h5netcdf scipy.interpolate"
-    " zarr obstore.store obstore.auth.boto3 dask.array dask.distributed torch.utils.tensorboard"
+    " zarr obstore.store obstore.auth.boto3 dask.array dask.distributed torch.utils.tensorboard nbclient"
 )
 CONTEXT.set_forkserver_preload([*HEAVY.split(), "matplotlib.figure", "matplotlib.backends.backend_agg"])
 

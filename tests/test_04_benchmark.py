@@ -30,6 +30,7 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
     with book.rooms("04_data_pipeline"), pytest.MonkeyPatch.context() as patch:
         found = {name: importlib.import_module(f"studies.{name}") for name in MODULES}
         found = SimpleNamespace(benchmark=importlib.import_module("benchmark"), **found)
+        patch.setitem(found.stores.QUICK, "days", 48)  # of which 35 are trained on, and 32 are SLOTS
         for name, value in found.stores.QUICK.items():
             patch.setitem(found.stores.SIZE, name, value)
         patch.setattr(found.server, "LATENCIES", (5,))

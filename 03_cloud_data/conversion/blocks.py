@@ -108,8 +108,7 @@ def send_modules(client: Client) -> None:
 
 def read_block(target: Target, times: slice, parts: list[Part]) -> Checksums:
     """Read some times of the sources; return the checksums of their maps."""
-    names = list(target.arrays)
-    return {name: sum_maps(read_parts(parts, names, name)) for name in names}
+    return {name: sum_maps(read_parts(parts, name)) for name in target.arrays}
 
 
 def write_block(
@@ -123,9 +122,8 @@ def write_block(
     """
     store = connect(target.location)
     found = Record({}, {})
-    names = list(target.arrays)
-    for name in names:
-        values = read_parts(parts, names, name)
+    for name in target.arrays:
+        values = read_parts(parts, name)
         kept = times.stop - times.start - len(values)
         if kept:
             before = slice(times.start, times.start + kept)

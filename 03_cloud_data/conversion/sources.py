@@ -29,6 +29,7 @@ class Part:
     """Some times of a file."""
 
     file: SourceFile
+    names: tuple[str, ...] | None  # of the fields; None: all
     times: slice
 
 
@@ -46,6 +47,7 @@ class Source:
     """Many files as one dataset."""
 
     files: list[SourceFile]  # in the order of their times
+    names: tuple[str, ...] | None  # of the fields; None: all
     starts: np.ndarray  # (files + 1,), the first time of each, and the number of all
     fields: xr.Dataset  # of the first file
     dates: np.ndarray  # (times,)
@@ -65,7 +67,7 @@ class Source:
         for file, start, end in zip(self.files, self.starts, self.starts[1:]):
             if start < stop and first < end:
                 inside = slice(max(first, start) - start, min(stop, end) - start)
-                parts.append(Part(file, inside))
+                parts.append(Part(file, self.names, inside))
         return parts
 
 
@@ -92,7 +94,7 @@ def open_source(files: list[SourceFile], variables: list[str] | None) -> Source:
     starts = np.cumsum([0, *(len(dates[number]) for number in order)])
     files = [files[number] for number in order]
     fields = open_file(files[0], names).fields
-    return Source(files, starts, fields, all_dates)
+    return Source(files, names, starts, fields, all_dates)
 
 
 def read_dates(
@@ -235,19 +237,18 @@ def find_columns(fields: xr.Dataset) -> np.ndarray:
     return np.sort(sort_coordinates(numbered).column.values)
 
 
-def read_parts(parts: list[Part], names: list[str], name: str) -> np.ndarray:
+def read_parts(parts: list[Part], name: str) -> np.ndarray:
     """A field at these times, (times, latitude, longitude), float32, NaN where it has no value.
 
     DataError if a file is damaged, or if a value is infinite or netCDF's mark of none.
     """
-    values = [read_part(part, tuple(names), name) for part in parts]
-    return np.concatenate(values)
+    return np.concatenate([read_part(part, name) for part in parts])
 
 
-def read_part(part: Part, names: tuple[str, ...], name: str) -> np.ndarray:
+def read_part(part: Part, name: str) -> np.ndarray:
     """A field at some times of one file, as read_parts returns it."""
     url = part.file.location.url
-    opened = open_file(part.file, names)
+    opened = open_file(part.file, part.names)
     field = opened.fields[name].isel(time=part.times)
     try:
         values = field.load().transpose(*DIMENSIONS).values
