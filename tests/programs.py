@@ -80,8 +80,10 @@ def _start_forkserver() -> None:
         for number in [*sorted(kept), resource.getrlimit(resource.RLIMIT_NOFILE)[0]]:
             os.closerange(first, number)
             first = number + 1
-        exec(arguments[-1])  # main(listener, pipe, ...)
-        os._exit(0)
+        try:
+            exec(arguments[-1])  # main(listener, pipe, ...), which ends by SystemExit
+        finally:
+            os._exit(0)
 
     resource_tracker.ensure_running()
     CONTEXT.set_forkserver_preload([])

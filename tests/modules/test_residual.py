@@ -6,6 +6,7 @@ import book
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from interpolator import Interpolator
 from made_up_winds import SIZE, flags_for, make_datamodule, make_winds, write
 from studies import residual
@@ -130,3 +131,31 @@ def test_the_committed_networks_improve_on_oi_where_they_are_mixed_with_it() -> 
     assert rmse["OI, together"] < 0.98 * rmse["OI, apart"]
     assert rmse["OI + network, mixed"] < 0.85 < rmse["OI + network"]
     assert rmse["OI + network, mixed"] < rmse["network alone, kept, mixed"]
+
+
+@pytest.mark.thorough
+def test_the_committed_weights_have_the_committed_rmse(tmp_path: Path) -> None:
+    """On the validation year, here on a CPU."""
+    with xr.open_dataset(book.ROOT / "01_setup/data/navy_winds.nc") as winds:
+        winds.drop_encoding().chunk(time=1).to_zarr(tmp_path / "winds")
+    flags = [
+        "--store",
+        tmp_path / "winds",
+        "--accelerator",
+        "cpu",
+        "--variables",
+        "eastward_wind",
+        "northward_wind",
+    ]
+    data = make_datamodule([*flags, "--output-dir", tmp_path / "run"]).data
+    patches = FilledPatches(data, 64, 1, 0, CPU)
+    judge = patches.judge(data.validation, 96)
+    rows = {row["what"]: row for row in book.results("06_whats_next/results/residual.json")["rows"]}
+    row, recipe = rows["OI + network, mixed"], residual.RECIPES["OI + network"]
+    weights = torch.load(book.ROOT / "06_whats_next/results/oi_network.pt", map_location="cpu")
+    networks = [residual.make_network(recipe, 2) for _ in weights]
+    for network, state in zip(networks, weights):
+        network.load_state_dict(state)
+    answers = residual.of_networks(networks, recipe, row["share"], judge)
+    found = [residual.measure(answer, patches, judge) for answer in answers]
+    assert found == pytest.approx(row["validation"]["seeds"], rel=1e-3)
