@@ -3,7 +3,7 @@
     uv run python tune.py --processes 2           # about ten minutes
     uv run python tune.py --trials 100 FLAGS      # of train.py
 
-Each trial trains with other values on the same number of samples, and is judged on the
+Each trial trains with its own values on the same number of samples, and is judged on the
 validation times. You should see the best trials, and the best score against the samples that
 all trials have used. Give the same command again to go on. Change search_space.py for your own search.
 """
@@ -50,7 +50,7 @@ ORANGE = "#E69F00"
 
 @dataclass(frozen=True)
 class Search:
-    """What a search was asked for."""
+    """What the command line asks of a search."""
 
     folder: Path
     sampler: str
@@ -300,12 +300,12 @@ def parse_arguments(argv: list[str] | None) -> tuple[Search, Options]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--trials", type=int, default=24, help="of this search, with those before")
+    add("--trials", type=int, default=24, help="in all, with those of earlier starts")
     add("--processes", type=int, default=1, help="that train at the same time")
     add("--sampler", choices=("random", "tpe"), default="tpe", help="chooses values")
     pruner = "ends trials early: successive halving, or none"
     add("--pruner", choices=("halving", "none"), default="halving", help=pruner)
-    add("--search-dir", type=Path, default=OUTPUTS, help="for the journal, a picture")
+    add("--search-dir", type=Path, default=OUTPUTS, help="of journal and picture")
     own, flags = parser.parse_known_args(argv)
     for name in ("trials", "processes"):
         if getattr(own, name) < 1:

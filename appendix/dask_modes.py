@@ -2,13 +2,13 @@
 
     uv run python dask_modes.py                         # two ranks, each mode: half a minute
     uv run python dask_modes.py --repeats 5             # and again, for medians
-    uv run python dask_modes.py --memory                # a task that outgrows its worker
+    uv run python dask_modes.py --memory                # tasks that exceed a memory limit
     uv run python dask_modes.py --settings 8 20 160     # for 8 GPUs, 20 cores and 160 GB
-    uv run python dask_modes.py --dashboard 60          # a cluster at work, to look at
+    uv run python dask_modes.py --dashboard 60          # a cluster at work, and its dashboard
 
 You should see that a task costs some tenths of a millisecond, and several times that in a
-cluster, that from a local disk no mode reads faster than Zarr by itself, and that each
-layer brings threads of its own.
+cluster. From a local disk, no mode should read faster than Zarr by itself. Each layer has
+threads of its own.
 """
 
 import argparse
@@ -44,7 +44,7 @@ PATCH = 64  # cells along a side
 BATCH = 8  # patches
 RANKS = 2
 THREADS = 2  # Dask's, of each rank
-COUNTS = (1, 4, 16)  # Dask's threads and Zarr's, in the study of too many
+COUNTS = (1, 4, 16)  # of Dask's threads and of Zarr's, to see when they are too many
 LATENCY = 0.01  # seconds, of each chunk
 MODES = {  # what the table calls them
     "zarr": "no Dask",
@@ -72,7 +72,7 @@ KINDS = {
 
 
 class Bucket(WrapperStore):
-    """A store on disk whose chunks come late, as if from a bucket."""
+    """A store on disk whose chunks are delayed, as if they came from a bucket."""
 
     async def get(self, key: str, *args, **kwargs):
         if "/c/" in key:
@@ -93,7 +93,7 @@ def write_store(path: Path) -> None:
 class Rank:
     """One of the processes that train: makes tasks and reads batches in one of the modes.
 
-    The mode "host" is a process that has the workers of all ranks.
+    In the mode "host", the process has the workers of all ranks.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class Rank:
         return self.closing.enter_context(cluster).scheduler_address
 
     def overhead(self, tasks: int) -> float:
-        """Microseconds that Dask adds to each of so many calls.
+        """Microseconds that Dask adds to each of `tasks` calls.
 
-        Each call is a result by itself, so that none can be fused.
+        The result of each call is requested, so that Dask can fuse none.
         """
         began = time.perf_counter()
         plain = [nothing(number) for number in range(tasks)]
@@ -145,7 +145,7 @@ class Rank:
         return 1e6 * (both - (ended - began)) / tasks
 
     def call_nothing(self, tasks: int) -> list[int]:
-        """The numbers of so many calls, made in this rank's mode."""
+        """The results of `tasks` calls, made in this rank's mode."""
         if self.mode == "zarr":
             return list(range(tasks))
         if self.mode == "pool":
@@ -155,7 +155,7 @@ class Rank:
         return list(dask.compute(*calls, **self.options))
 
     def read(self, slow: bool, seconds: float) -> float:
-        """Patches a second, in batches, each read as a whole."""
+        """Patches per second; each batch is read as a whole."""
         group = zarr.open_group(self.stores[slow], mode="r")
         fields = [group["eastward_wind"], group["northward_wind"]]
         if self.mode not in WITHOUT_DASK:
@@ -212,7 +212,7 @@ def nothing(number: int) -> int:
 
 
 def threads_here() -> Counter:
-    """The threads of this process by their use; Python does not know the libraries' own."""
+    """The threads of this process by their use; "native" are those of libraries."""
     found: Counter[str] = Counter()
     threads = threading.enumerate()
     for thread in threads:
@@ -279,7 +279,7 @@ class Team:
         return remote
 
     def measure(self, tasks: int, seconds: float) -> dict:
-        """Microseconds of a task, and patches a second of all ranks together."""
+        """Microseconds per task, and patches per second of all ranks together."""
         run = {"us_alone": self.ranks[0]("overhead", tasks).result()}
         run["us_both"] = sum(call_all(self.ranks, "overhead", tasks)) / RANKS
         run["disk"] = sum(call_all(self.ranks, "read", False, seconds))
@@ -287,7 +287,7 @@ class Team:
         return run
 
     def row(self) -> dict:
-        """The figures of all runs, and the threads that there are."""
+        """The figures of all runs, and the threads that exist after them."""
         counts = call_all([*self.ranks, *self.host], "threads")
         threads = sum(map(Counter, counts), Counter())
         figures = {}
@@ -318,7 +318,7 @@ def compare(cases: list[dict], args: argparse.Namespace) -> list[dict]:
 
 
 def hold(megabytes: int, seconds: float) -> int:
-    """A task that takes so much memory for a while."""
+    """A task that holds so many megabytes for so many seconds."""
     array = np.ones(megabytes * 125_000)
     time.sleep(seconds)
     return array.nbytes
@@ -438,7 +438,7 @@ def cluster(workers: float, threads: float, gigabytes: float, more: str = "") ->
 
 
 def lines(found: dict[str, float]) -> dict[str, list[str]]:
-    """The same as lines to copy, for each way to work; threads are for data on a disk."""
+    """These settings as lines to copy, for each mode; threads are for data on a disk."""
     threads = found["threads"]
     processes = found["processes"]
     pool = "ZARR_THREADING__MAX_WORKERS"
@@ -527,19 +527,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     known = ", ".join(MODES)
-    text = f"of {known} (default: all)"
+    text = f"some of {known} (default: all)"
     add("--modes", nargs="+", default=list(MODES), metavar="MODE", help=text)
     add("--repeats", type=int, default=1, help="rounds, all modes in turn (default: 1)")
-    add("--tasks", type=int, default=100, help="whose overhead is timed (default: 100)")
-    add("--seconds", type=float, default=0.3, help="of each reading (default: 0.3)")
-    text = "a task that outgrows its worker instead; takes minutes"
+    add("--tasks", type=int, default=100, help="to time the overhead (default: 100)")
+    add("--seconds", type=float, default=0.3, help="of each read test (default: 0.3)")
+    text = "instead, run tasks that exceed a memory limit; takes minutes"
     add("--memory", action="store_true", help=text)
     names = ("GPUS", "CORES", "GB")
-    text = "the lines for a machine instead"
+    text = "instead, print the settings for a machine"
     add("--settings", type=int, nargs=3, metavar=names, help=text)
-    text = "keep a cluster at work instead"
+    text = "instead, run a cluster to see its dashboard"
     add("--dashboard", type=float, metavar="SECONDS", help=text)
-    text = "all measurements, as results/dask_modes.json"
+    text = "measure everything; write results/dask_modes.json"
     add("--save-results", action="store_true", help=text)
     args = parser.parse_args(argv)
     for mode in args.modes:

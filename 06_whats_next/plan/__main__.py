@@ -209,7 +209,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--device",
         required=True,
-        help="of prices.toml; the run was measured on such a one",
+        help="in prices.toml, of the kind that the run was measured on",
     )
     add(
         "--samples", type=float, required=True, help="to train on: steps x global batch"
