@@ -1,4 +1,4 @@
-"""What a GPU's driver counts: joules, watts, its version. From NVML, by ctypes.
+"""What a GPU's driver reports: joules, watts, its version. From NVML, by ctypes.
 
 A counter that is not there is None, never 0. NVML needs no CUDA context, so that a process
 that reads it takes no memory of the GPU.

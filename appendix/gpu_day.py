@@ -1,14 +1,14 @@
-"""Appendix: what this book would measure on a GPU, in parts of a few minutes.
+"""Appendix: what this book measures on a GPU, in parts of a few minutes.
 
     uv run python gpu_day.py                   # all parts, 10 to 20 minutes on one GPU
     uv run python gpu_day.py --parts step wide # some of them
     uv run python gpu_day.py --save-results    # and write results/gpu_day_NAME.json
     uv run python gpu_day.py --draw FILE       # measure nothing: draw results/gpu_day_NAME.json
-    uv run python gpu_day.py --dry-run         # on a CPU, tiny: that it works, not what it finds
+    uv run python gpu_day.py --dry-run         # tiny, on a CPU, to see that it works
 
 You should see a line for each thing that was measured, and at the end tables for a pull
-request. What is finished is kept in outputs/gpu_day: kill it when you like, and the same
-command goes on. A part that fails or takes too long is named, and the next one begins.
+request. Finished parts are kept in outputs/gpu_day: after a kill, the same command goes
+on. A part that fails or takes too long is named, and the next one begins.
 """
 
 import argparse
@@ -67,7 +67,7 @@ HEAVY = (
 
 
 def run_part(name: str, plan: Plan, path: Path) -> None:
-    """The whole of a part's process."""
+    """What the process of a part does."""
     os.setsid()  # what it starts can be killed with it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as what it starts expects
     module, function = PARTS[name]
@@ -85,7 +85,7 @@ def run_part(name: str, plan: Plan, path: Path) -> None:
 def run_apart(
     name: str, plan: Plan, path: Path, args: argparse.Namespace
 ) -> str | None:
-    """Run a part in a process of its own; None, or why it did not finish."""
+    """Run a part in its own process. Return None, or why it did not finish."""
     minutes = args.minutes
     context = get_context(args.start_method)
     process = context.Process(target=run_part, args=(name, plan, path))
@@ -106,8 +106,8 @@ def run_apart(
 
 
 def can_compute() -> bool:
-    """Whether a fork of this process can compute on a GPU: asked there, because CUDA that
-    was used here could not be used in a fork any more, and takes memory of the GPU."""
+    """Whether a fork of this process can compute on a GPU. The fork tries, because CUDA
+    that this process used could not be used in later forks, and takes GPU memory."""
     process = get_context("fork").Process(target=try_gpu)
     process.start()
     process.join()
@@ -133,18 +133,18 @@ def choose_start_method(args: argparse.Namespace) -> str:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """What to run, and where what is found is kept; exits with code 2 if a flag is wrong."""
+    """What to run, and where results are kept; exits with code 2 if a flag is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.error = argparse.ArgumentParser(usage=argparse.SUPPRESS).error  # one line
     add = parser.add_argument
     names = ", ".join(PARTS)
-    add("--parts", nargs="+", metavar="PART", help=f"of {names}; if not given, all")
+    add("--parts", nargs="+", metavar="PART", help=f"some of {names} (default: all)")
     add("--again", action="store_true", help="repeat parts that are finished")
-    add("--dry-run", action="store_true", help="tiny, on a CPU: that it works")
-    add("--minutes", type=float, default=MINUTES, help="that a part may take")
-    add("--output-dir", default=str(OUTPUTS), help="keeps what is finished")
-    add("--report", action="store_true", help="measure nothing: show what there is")
-    add("--save-results", action="store_true", help="write results/, with a picture")
+    add("--dry-run", action="store_true", help="tiny, on a CPU, to see that it works")
+    add("--minutes", type=float, default=MINUTES, help="most minutes for each part")
+    add("--output-dir", default=str(OUTPUTS), help="where finished parts are kept")
+    add("--report", action="store_true", help="measure nothing: show results so far")
+    add("--save-results", action="store_true", help="write results/ and its picture")
     add(
         "--draw",
         metavar="FILE",
@@ -171,7 +171,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def draw_or_refuse(parser: argparse.ArgumentParser, path: Path) -> None:
-    """Draw a file of results and end; exits with code 2 if it is none."""
+    """Draw a file of results and end; exits with code 2 if it has no results."""
     try:
         print(f"picture: {draw(path)}")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The part of a day on a GPU that asks which operators a step's time goes to.
+"""The part of a day on a GPU that asks which operators take a step's time.
 
 Import it in a process that has chapter 5's folder in its path and no other chapter's.
 """
@@ -20,7 +20,7 @@ IN_ORDER = "upsampling in channels_last"
 
 
 class GrowInOrder(nn.Module):
-    """Upsampling that first puts the channels of a cell side by side, as its fast kernel asks."""
+    """Upsampling that first puts a cell's channels side by side, for its fast kernel."""
 
     def __init__(self, grow: nn.Module):
         super().__init__()
@@ -57,9 +57,9 @@ def run_kernels(plan: Plan, found: Found) -> None:
 
 
 def trace(step: Step, calls: int) -> dict:
-    """Milliseconds of a step by the clock, without and with a trace, and those of its operators.
+    """Milliseconds of a step by the clock, without and with a trace, and of its operators.
 
-    An operator's are those of the kernels that it launched itself; on a CPU, its own.
+    An operator's time is that of the kernels that it launched itself; on a CPU, its own.
     """
     run_steps(step, 3)
     untraced = run_steps(step, calls)
@@ -92,6 +92,6 @@ def trace(step: Step, calls: int) -> dict:
 
 
 def keep_largest(spent: dict[str, float]) -> dict[str, float]:
-    """The names that took most, in order."""
+    """The names that took the most time, in order."""
     largest = sorted(spent, key=spent.get, reverse=True)[:TOP]
     return {name: spent[name] for name in largest}

@@ -26,8 +26,8 @@ PARTS = ("input", "target", "unseen", "weight")
 
 
 def run_loader(plan: Plan, found: Found) -> None:
-    """Samples/s of training by the number of workers, with and without pinned memory, and
-    with more patches of a map.
+    """Samples/s of training by number of workers, with and without pinned memory, and
+    with more patches per map.
     """
     for workers in plan.loader_workers:
         flags = ["--num-workers", workers]
@@ -46,7 +46,7 @@ def run_loader(plan: Plan, found: Found) -> None:
 def measure_loader(
     case: str, flags: list, pinned: bool, plan: Plan, found: Found
 ) -> None:
-    """One case, unless there is a row of it."""
+    """Measure one case, unless it has a row."""
     if found.has("loader", case):
         return
     with TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def measure_loader(
 
 
 def make_options(plan: Plan, flags: list) -> Options:
-    """Chapter 5's options for a batch that suits a GPU, with more of its flags."""
+    """Chapter 5's options for a batch that suits a GPU, with further flags."""
     store = CLOUD / "outputs/buckets/winds" / plan.size.store
     flags = ["--store", store, *flags]
     flags += ["--batch-size", plan.loader_batch, "--patch-size", plan.size.patch]

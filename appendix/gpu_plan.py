@@ -1,4 +1,4 @@
-"""How much a day on a GPU measures, and what it has found so far."""
+"""What a day on a GPU measures, and the results so far."""
 
 import json
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ DRY = Plan(
 
 
 class Found:
-    """The rows so far, in a file that is whole at any time: a killed part goes on from it."""
+    """The rows so far. Their file is complete at any time, so a killed part can go on."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,4 +1,4 @@
-"""The parts of a day on a GPU that run the chapters' train.py: as their readers do."""
+"""The parts of a day on a GPU that run the chapters' train.py as readers do."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def make_flags(plan: Plan, chapter: str, store: list[str], accelerator: str) -> 
 def train_each(
     part: str, cases: dict[str, tuple[str, list[str]]], found: Found
 ) -> None:
-    """Train each case, (chapter, flags), that has no row yet. A run that fails has its reason."""
+    """Train each case, (chapter, flags), that has no row yet. A failed run has its reason."""
     for case, (chapter, flags) in cases.items():
         if found.has(part, case):
             continue
@@ -51,7 +51,7 @@ def train_each(
 
 
 def run_ladder(plan: Plan, found: Found) -> None:
-    """Each chapter's default training on the GPU, chapter 5's in bfloat16, too."""
+    """Each chapter's default training on the GPU, and chapter 5's in bfloat16."""
     cases = {}
     with serve_store(plan.size) as store:
         for chapter in plan.chapters:
@@ -65,7 +65,7 @@ def run_ladder(plan: Plan, found: Found) -> None:
 
 
 def run_cpu(plan: Plan, found: Found) -> None:
-    """The same trainings on this machine's cores: those that say most come first."""
+    """The same trainings on this machine's cores, the most informative first."""
     first = plan.chapters[:1]
     others = plan.chapters[1:]
     cases = {}
@@ -121,7 +121,7 @@ def exact_flags(plan: Plan, store: list[str], accelerator: str, steps: int) -> l
 def compare_repeats(
     plan: Plan, found: Found, store: list[str], root: Path, kind: str
 ) -> None:
-    """Train twice, and once more in two pieces, of which the first is killed."""
+    """Train twice, and once more in two pieces; the first piece is killed."""
     flags = exact_flags(plan, store, plan.accelerator, plan.exact_steps)
     is_deterministic = kind == DETERMINISTIC
     switches = Switches(deterministic=is_deterministic)
@@ -191,7 +191,7 @@ def list_warnings(log: Path) -> list[str]:
 
 
 def run_memory(plan: Plan, found: Found) -> None:
-    """What preflight predicts for chapter 6's training, and the most that it then held."""
+    """Memory that preflight predicts for chapter 6's training, and the most it then used."""
     precisions = ["32-true"] if plan == DRY else ["32-true", "bf16-mixed"]
     with serve_store(plan.size) as store:
         for precision in precisions:
@@ -243,7 +243,7 @@ def run_scaling(plan: Plan, found: Found) -> None:
 
 
 def train_on_several(plan: Plan, store: list[str], devices: int) -> dict:
-    """A weak-scaling run, as its reader types it: Lightning starts the other ranks so."""
+    """A weak-scaling run as a command, so that Lightning can start the other ranks."""
     flags = make_flags(plan, "06_whats_next", store, plan.accelerator)
     flags += ["--devices", str(devices), "--num-workers", "2", *BF16]
     flags += ["--batch-size", str(32 * devices)]

@@ -40,7 +40,7 @@ class GraphedStep:
         return self.loss
 
     def record(self) -> None:
-        """Record a step, after some that do what happens only once."""
+        """Record a step, after some steps that do what happens only once."""
         main = torch.cuda.current_stream()
         side = torch.cuda.Stream()
         side.wait_stream(main)
@@ -165,7 +165,7 @@ def run_step(plan: Plan, found: Found) -> None:
 
 
 def run_compile(plan: Plan, found: Found) -> None:
-    """Chapter 5's whole ladder of fixes, compiled ones and their CUDA graphs included."""
+    """Chapter 5's whole ladder of fixes, including compiled ones and their CUDA graphs."""
     device = torch.device(plan.device)
     if plan == DRY:
         fixes.SIZE.update(fixes.QUICK)
@@ -259,7 +259,7 @@ def run_energy(plan: Plan, found: Found) -> None:
 def measure_energy(
     work: Callable[[], object], counters: Counters, plan: Plan, samples: int
 ) -> dict[str, float]:
-    """Do some work again and again for some seconds: watts, and joules for 1,000 samples."""
+    """Repeat some work for some seconds; return watts, and joules per 1,000 samples."""
     device = torch.device(plan.device)
     wait_for(device)
     began = perf_counter()

@@ -34,7 +34,7 @@ class RunError(Exception):
 def train_apart(
     chapter: str, flags: list[str], folder: Path, switches: Switches = Switches()
 ) -> dict:
-    """Train in a fork of this process: its summary, and what it took of the GPU.
+    """Train in a fork of this process; return its summary and its use of the GPU.
 
     This process must not have used CUDA. It may have imported the heavy packages, which
     saves some seconds a run. RunError if the run fails; {} if it kills itself as asked.
@@ -54,7 +54,7 @@ def train_apart(
 
 
 def summarize(chapter: str, flags: list[str], switches: Switches = Switches()) -> dict:
-    """Train in a folder that is then removed: what a table has of the run."""
+    """Train in a folder that is then removed; return the run's row of a table."""
     with TemporaryDirectory() as folder:
         found = train_apart(chapter, flags, Path(folder), switches)
     row = {"rmse": next(iter(found["rmse"]["U-Net"].values()))}
@@ -77,7 +77,7 @@ def read_module(chapter: str, module: str, flags: list[str]) -> str:
 
 
 def call_module(chapter: str, module: str, flags: list[str], folder: Path) -> None:
-    """The whole of a process that runs a module as its main program."""
+    """What a process does to run a module as its main program."""
     write_to(folder / "log.txt")
     enter(chapter, module, flags)
     runpy.run_module(module, run_name="__main__")
@@ -86,7 +86,7 @@ def call_module(chapter: str, module: str, flags: list[str], folder: Path) -> No
 
 
 def train(chapter: str, flags: list[str], folder: Path, switches: Switches) -> None:
-    """The whole of a process: its output goes to a file, and its exit code tells the rest."""
+    """What a training process does: print to a file, and end with train.py's exit code."""
     write_to(folder / "log.txt")
     code = 1
     try:

@@ -74,7 +74,7 @@ def parse(argv: list[str] | None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = [0.1, 0.5, 0.8]
     parser.add_argument(
-        "--absent", type=float, nargs="+", default=default, help="shares"
+        "--absent", type=float, nargs="+", default=default, help="shares to remove"
     )
     shares = parser.parse_args(argv).absent
     for share in shares:

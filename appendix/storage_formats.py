@@ -42,7 +42,7 @@ from saving import save_rows
 WINDS = Path(__file__).parents[1] / "01_setup/data/navy_winds.nc"
 NAMES = ["eastward_wind", "northward_wind"]
 SHARD = 12  # maps
-# The second table: maps 64 times larger, nearly as those at 0.25 degrees.
+# The second table: maps with 64 times the cells, 65% of those at 0.25 degrees.
 LARGE = {"tile": 8, "times": 2}
 REWRITES = 4
 HEADS = ("MB", "packed", "files", "write s", "maps/s", "patches/s", "by xarray")
@@ -53,7 +53,7 @@ LONG_ENOUGH = 0.1  # seconds of a measurement, at least
 
 
 class CountedFile(io.FileIO):
-    """A file that notes the bytes of each read, as a bucket would be asked for them."""
+    """A file that notes the bytes of each read, as a bucket would send them."""
 
     def __init__(self, path: Path, asked: list[int]):
         super().__init__(path)
@@ -90,7 +90,7 @@ class CountedStore(WrapperStore):
 
 
 class Format:
-    """A way to store records, which are one time's map of all variables in float32.
+    """A way to store records. A record is one time's map of all variables in float32.
 
     `shape` is a record's. With a list `asked`, the bytes of each read are noted there. Each
     class has its own `write(path, winds)`.
@@ -124,7 +124,7 @@ class Format:
         return (self.map(time) for time in range(times))
 
     def patch(self, time: int, row: int, column: int, size: int) -> np.ndarray:
-        """(variables, size, size), a copy of its own. A record is read whole, and cut."""
+        """A copy of (variables, size, size), sliced from a record read whole."""
         return self.map(time)[:, row : row + size, column : column + size].copy()
 
 
@@ -244,7 +244,7 @@ class Parquet(Format):
 
 
 class LMDB(Format):
-    """A memory-mapped tree of keys and bytes: a patch costs the pages that it lies on."""
+    """A memory-mapped tree of keys and bytes: a patch reads only its pages."""
 
     label = "LMDB"
     ranges = False
@@ -272,19 +272,19 @@ class LMDB(Format):
         self.env.close()
 
     def map(self, time: int) -> np.ndarray:
-        """A view of the file: of no use once it is closed."""
+        """A view of the file, which is invalid once the file is closed."""
         data = self.transaction.get(struct.pack(">I", time))
         return np.frombuffer(data, np.float32).reshape(self.shape)
 
 
 def masked_crc(data: bytes) -> int:
-    """CRC-32C, turned and shifted as TFRecord wants it."""
+    """CRC-32C, rotated and offset as TFRecord requires."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 class TFRecord(Format):
-    """Length, its CRC, bytes, their CRC, and no index.
+    """Each record is its length, a CRC, its bytes and their CRC. There is no index.
 
     See https://www.tensorflow.org/tutorials/load_data/tfrecord.
     """
@@ -411,7 +411,7 @@ def size(path: Path) -> tuple[int, int]:
 
 
 def check(kind: type[Format], path: Path, winds: xr.Dataset) -> None:
-    """ValueError unless all records in order, and the last by itself, are as they were."""
+    """ValueError unless all records in order, and the last alone, are as written."""
     wanted = list(records(winds))
     with closing(kind(path, wanted[0].shape)) as stored:
         found = [np.copy(record) for record in stored.maps(len(wanted))]
@@ -443,7 +443,7 @@ def draw(number: int, patch: int, winds: xr.Dataset) -> list[tuple[int, int, int
 def count(
     kind: type[Format], path: Path, winds: xr.Dataset, corners: list[tuple], patch: int
 ) -> dict:
-    """Requests and bytes to open it and have the first patch, and then of a patch.
+    """Requests and bytes to open a format and read the first patch; then per patch.
 
     The first patch fetches any index.
     """
@@ -464,7 +464,7 @@ def count(
 
 
 def rate(run: Callable[[], object], items: int) -> float:
-    """Items a second of a function that does so many; repeated, as some take microseconds."""
+    """Items per second of a function, repeated because some take only microseconds."""
     done = 0
     seconds = 0.0
     start = perf_counter()
@@ -542,7 +542,7 @@ def remove(path: Path) -> None:
 
 
 def sizes(winds: xr.Dataset, folder: Path) -> dict:
-    """Bytes that a choice decides: codec, Parquet's dictionary, LMDB written again."""
+    """Bytes by choice of codec, Parquet's dictionary, and transactions of LMDB."""
     found: dict = {"compressed": {}}
     for kind in (NetCDF, Zarr, ShardedMaps, ShardedPatches, Parquet):
         path = folder / f"{kind.__name__} compressed"
@@ -635,10 +635,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--patch-size", type=int, default=32, help="cells along a side (default: 32)")
-    text = "random ones in each measurement (default: 100)"
+    text = "random patches in each measurement (default: 100)"
     add("--patches", type=int, default=100, help=text)
-    add("--rounds", type=int, default=1, help="of all formats in turn (default: 1)")
-    add("--save-results", action="store_true", help="as results/storage_formats.json")
+    add("--rounds", type=int, default=1, help="times each format is timed (default: 1)")
+    add("--save-results", action="store_true", help="write results/*.json")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Is Zarr 3 slower? The format and the release of Zarr apart: the same reads by three of them."""
+"""Is Zarr 3 slower? The same reads of both formats by three releases of Zarr."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from studies import shapes
 from studies.server import BUCKETS, serve
 from studies.stores import SIZE, full_or_quick, store_path
 
-# By one Python, and each with the newest numcodecs that it takes.
+# On one Python, and each with the newest numcodecs that it accepts.
 PYTHON = "3.13"
 RELEASES = ("zarr==2.*", "zarr==3.1.*", "zarr>=3.4")
 CLIENTS = ("s3fs", "s3fs, tuned", "obstore")
@@ -131,7 +131,7 @@ def check_values(rows: list[dict]) -> None:
 
 
 def list_cases() -> list[dict]:
-    """What is read. Through s3fs, which Zarr 2 needs, only what Zarr 2 can read, too."""
+    """What is read. Through s3fs, which Zarr 2 needs, only what Zarr 2 can read."""
     cases = []
     clients = full_or_quick(("disk", *CLIENTS), ("disk", "obstore"))
     for layout, client, way in product(LAYOUTS, clients, WAYS):
