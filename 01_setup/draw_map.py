@@ -1,7 +1,7 @@
 """Chapter 1: draw one month's wind over the sea: as seen, as filled, and as it was.
 
     uv run python train.py --max-steps 1500 --validate-every 250 --checkpoint-every 250
-    uv run python draw_map.py                    # a second; writes outputs/train/map.png
+    uv run python draw_map.py                    # some seconds; writes outputs/train/map.png
     uv run python draw_map.py other/last.ckpt    # of another run on the book's winds
 
 You should see one of the patches that judge a run, which the network has not trained on.

@@ -46,8 +46,8 @@ def explain_need(dataset: xr.Dataset) -> str:
     unknown = [str(name) for name in dataset.indexes if name not in DIMENSIONS]
     if lacking and unknown:
         reason = f"no coordinate is known as {' or '.join(lacking)}"
-        remedy = "rename what is, or give it the attribute standard_name"
-        return f"{reason}; of {', '.join(unknown)}, {remedy}"
+        remedy = "to that, or write it into their attribute standard_name"
+        return f"{reason}; rename {', '.join(unknown)} {remedy}"
     return "each dimension needs coordinates and more than one value"
 
 

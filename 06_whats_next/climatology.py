@@ -52,7 +52,7 @@ def require_months(shares: dict[str, float]) -> None:
     """DataError if a month has no climatology at all, by Climatology.shares."""
     lacking = [month for month, share in shares.items() if not share]
     if lacking:
-        reason = f"they lack {', '.join(lacking)}, of which a period has times"
+        reason = f"they have no {', '.join(lacking)}, but another period has"
         remedy = "give periods of the same months, or --missing mask to leave them out"
         raise DataError(f"--train-times: {reason}; {remedy}")
 

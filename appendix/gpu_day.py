@@ -134,7 +134,8 @@ def choose_start_method(args: argparse.Namespace) -> str:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """What to run, and where results are kept; exits with code 2 if a flag is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    summary = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(description=summary, allow_abbrev=False)
     parser.error = argparse.ArgumentParser(usage=argparse.SUPPRESS).error  # one line
     add = parser.add_argument
     names = ", ".join(PARTS)

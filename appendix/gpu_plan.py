@@ -34,7 +34,7 @@ class Plan:
     large_batch: int = 256
     large_steps: int = 40
     workers: int = 8  # beside a large batch
-    loader_workers: tuple[int, ...] = (0, 1, 2, 4, 8)
+    loader_workers: tuple[int, ...] = (0, 1, 2, 4)
     pinned_workers: tuple[int, ...] = (0, 4)  # also with pinned memory
     loader_patches: tuple[int, ...] = (32,)  # of a map, with the last of pinned_workers
     loader_batch: int = 64  # the store has blocks for four of its batches at a time

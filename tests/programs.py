@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker, util
@@ -81,9 +82,12 @@ def _start_forkserver() -> None:
             os.closerange(first, number)
             first = number + 1
         try:
-            exec(arguments[-1])  # main(listener, pipe, ...), which ends by SystemExit
-        finally:
-            os._exit(0)
+            exec(arguments[-1])  # main(listener, pipe, ...)
+        except SystemExit:
+            os._exit(0)  # no program is left that has workers
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
 
     resource_tracker.ensure_running()
     CONTEXT.set_forkserver_preload([])

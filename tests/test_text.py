@@ -72,7 +72,7 @@ def test_what_cog_wrote_is_up_to_date(tmp_path: Path, monkeypatch: pytest.Monkey
     names = [relative(page) for page in PAGES]
     process = programs.CONTEXT.Process(target=run_cog, args=(names, tmp_path / "printed"))
     process.start()
-    process.join()
+    process.join(programs.LIMIT)
     assert process.exitcode == 0, (tmp_path / "printed").read_text()
 
 

@@ -118,9 +118,8 @@ def study(command: str, save: bool, options: Options, location: Location) -> lis
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Compare averages on the store that is named, or on a small one."""
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False
-    )  # train.py's has the help
+    # train.py's parser has the help.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--save-results", action="store_true")
     own, flags = parser.parse_known_args(argv)
     command = shlex.join(sys.argv[1:] if argv is None else argv)

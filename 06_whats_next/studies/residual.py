@@ -10,7 +10,8 @@ that are chosen on the validation times. A GPU takes minutes, two cores many hou
 Each recipe is trained by every one of --seeds. With --test, the one with the lowest RMSE on
 the validation times is judged on the test times, beside those that know nothing of OI's
 fill. --checkpoint adds the network of a run of train.py; --recipes names what else was
-tried, or nothing. --weights keeps those of each recipe's networks in a folder. The variables are the wind's: u, then v.
+tried, or nothing. --weights FOLDER keeps the weights of each recipe's networks there, as
+results/oi_network.pt has those of "OI + network". The variables are the wind's: u, then v.
 """
 
 import argparse
@@ -316,9 +317,8 @@ def print_row(row: dict, period: str) -> None:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Compare recipes on the store that is named, or on a small one."""
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False
-    )  # train.py's has the help
+    # train.py's parser has the help.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add = parser.add_argument
     names = [*RECIPES, *TRIED]
     add("--checkpoint", type=Path)

@@ -278,7 +278,7 @@ def test_what_should_be_known_of_a_store_is_printed(winds: xr.Dataset, tmp_path:
 def test_a_month_that_was_never_trained_on_is_refused_at_once(folder: Path, capsys) -> None:
     """And not after a hundred steps, when it is validated; --missing mask leaves it out, and says so."""
     flags = flags_for(folder / "whole", "--train-times", "1982-01", "1982-06")
-    with pytest.raises(DataError, match=r"they lack July, .*; give periods of the same months"):
+    with pytest.raises(DataError, match=r"they have no July, .*; give periods of the same months"):
         make_datamodule(flags)
     make_datamodule([*flags, "--missing", "mask"])
     assert "July 0.0%" in capsys.readouterr().out
