@@ -1,4 +1,7 @@
-"""What chapters share as programs: copied alone, killed and resumed, on two ranks, given bad input and damaged data."""
+"""What chapters share as programs: copied alone, killed and resumed, on two ranks, given bad input and damaged data.
+
+One of the first files, because it is among the longest.
+"""
 
 import gc
 import os
