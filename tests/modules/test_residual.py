@@ -138,16 +138,9 @@ def test_the_committed_weights_have_the_committed_rmse(tmp_path: Path) -> None:
     """On the validation year, here on a CPU."""
     with xr.open_dataset(book.ROOT / "01_setup/data/navy_winds.nc") as winds:
         winds.drop_encoding().chunk(time=1).to_zarr(tmp_path / "winds")
-    flags = [
-        "--store",
-        tmp_path / "winds",
-        "--accelerator",
-        "cpu",
-        "--variables",
-        "eastward_wind",
-        "northward_wind",
-    ]
-    data = make_datamodule([*flags, "--output-dir", tmp_path / "run"]).data
+    flags = "--accelerator cpu --variables eastward_wind northward_wind".split()
+    flags += ["--store", tmp_path / "winds", "--output-dir", tmp_path / "run"]
+    data = make_datamodule(flags).data
     patches = FilledPatches(data, 64, 1, 0, CPU)
     judge = patches.judge(data.validation, 96)
     rows = {row["what"]: row for row in book.results("06_whats_next/results/residual.json")["rows"]}
